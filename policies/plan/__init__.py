@@ -1,0 +1,1 @@
+"""Plans: ops, the linker that derives their dependencies, and the checker of the laws."""

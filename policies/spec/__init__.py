@@ -1,0 +1,1 @@
+"""Specifications: models, hardware, workloads and the curves that describe measured rates."""

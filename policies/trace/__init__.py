@@ -1,0 +1,1 @@
+"""Traces: spans, the metrics computed from them, critical-path attribution and Chrome export."""
