@@ -149,6 +149,4 @@ class Op:
         projection; that of a transfer is its piece.
         """
         part = _FORWARD_PART[self.scope] if self.kind is Kind.FORWARD else self.part
-        return (
-            f"{self.kind.value}/g{self.block}/s{self.step}/l{self.layer}/b{self.batch}/p{part}"
-        )
+        return f"{self.kind.value}/g{self.block}/s{self.step}/l{self.layer}/b{self.batch}/p{part}"

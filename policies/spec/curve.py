@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 def _check_axis(name: str, values: tuple[float, ...]) -> None:
@@ -21,7 +22,7 @@ def _check_axis(name: str, values: tuple[float, ...]) -> None:
 
 def _check_increasing(name: str, values: tuple[float, ...]) -> None:
     _check_axis(name, values)
-    if any(b <= a for a, b in zip(values, values[1:], strict=False)):
+    if any(b <= a for a, b in pairwise(values)):
         raise ValueError(f"{name}: {values} must be strictly increasing")
 
 
@@ -72,8 +73,10 @@ class Grid:
             _check_axis("Grid.z", row)
 
     def __call__(self, x: float, y: float) -> float:
-        """Rate at ``(x, y)``; outside the grid the nearest edge holds, below the first x it falls
-        in proportion to x."""
+        """Rate at ``(x, y)``.
+
+        Outside the grid the nearest edge holds; below the first x it falls in proportion to x.
+        """
         if x <= 0 or y <= 0:
             raise ValueError(f"Grid: ({x}, {y}) must both be positive")
         below = min(1.0, x / self.x[0])

@@ -84,6 +84,25 @@ class ModelSpec:
             )
         if self.kv_latent_dim and not (self.rope_dim and self.nope_dim and self.v_head_dim):
             raise ValueError("model.kv_latent_dim: MLA needs rope_dim, nope_dim and v_head_dim")
+        self._refuse_uncounted()
+
+    def _refuse_uncounted(self) -> None:
+        """Refuse fields that the counts below would ignore (or count as less than nothing)."""
+        moe = ("top_k", "d_expert", "n_shared_experts", "router_bias", "n_dense_layers")
+        mla = ("rope_dim", "q_lora_rank", "nope_dim", "v_head_dim")
+        for name in ("learned_positions", "n_experts", "kv_latent_dim", *moe, *mla):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name}: {getattr(self, name)} must be >= 0")
+        for switch, names in (("n_experts", moe), ("kv_latent_dim", mla)):
+            for name in names:
+                if getattr(self, name) and not getattr(self, switch):
+                    raise ValueError(f"model.{name}: {getattr(self, name)} needs {switch} > 0")
+        if self.linear_bias and (self.n_experts or self.kv_latent_dim):
+            raise ValueError("model.linear_bias: true must be false with experts or MLA")
+        if (self.qkv_bias or self.qk_norm) and self.kv_latent_dim:
+            raise ValueError("model.qkv_bias, model.qk_norm: true must be false with MLA")
+        if self.n_experts and not self.gated_ffn:
+            raise ValueError("model.gated_ffn: false must be true with experts")
 
     # ---- what one layer holds -------------------------------------------------------------
 
@@ -127,8 +146,7 @@ class ModelSpec:
             }
         up = d * self.d_ffn + (self.d_ffn if self.linear_bias else 0)
         down = d * self.d_ffn + (d if self.linear_bias else 0)
-        gate = {"gate": d * self.d_ffn} if self.gated_ffn else {}
-        return gate | {"up": up, "down": down}
+        return ({"gate": up} if self.gated_ffn else {}) | {"up": up, "down": down}
 
     @property
     def _norm(self) -> int:
@@ -141,7 +159,14 @@ class ModelSpec:
         return {Scope.LAYER: attention + mlp, Scope.ATTENTION: attention, Scope.MLP: mlp}[scope]
 
     def layer_bytes(self, layer: int, scope: Scope = Scope.LAYER) -> int:
-        """Bytes of one layer's weights, or of its attention or MLP."""
+        """Bytes of one layer's weights, or of its attention or MLP.
+
+        A layer is the sum of its halves, each rounded to whole bytes, so that loading it in one
+        piece or in two moves the same bytes at any width (0.5 for four bits).
+        """
+        if scope is Scope.LAYER:
+            halves = (Scope.ATTENTION, Scope.MLP)
+            return sum(self.layer_bytes(layer, half) for half in halves)
         return round(self.layer_params(layer, scope) * self.weight_bytes_per_elem)
 
     @property

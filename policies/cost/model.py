@@ -1,0 +1,246 @@
+"""The cost model: seconds, bytes and FLOPs of one op on one machine.
+
+The simulator charges one cost model (the plant) and policies reason with one (their belief); they
+may be different objects. A compute time is a sum of kernels, each the longer of its arithmetic and
+its memory traffic, never a single utilisation number.
+"""
+
+from __future__ import annotations
+
+from policies.cost import flops as count
+from policies.cost.size import nbytes
+from policies.placement import ACT_BYTES_PER_ELEM, Placement
+from policies.plan.op import Attention, Kind, Op, Scope, Tier
+from policies.spec.hardware import HardwareProfile, Link
+from policies.spec.model import ModelSpec
+
+# Kernels that a forward of each scope launches: norm, projections, cache append, attention, add;
+# norm, two GEMMs, activation, add. Separate attention kernels: two batched GEMMs, mask, softmax and
+# three transpositions instead of one fused kernel.
+_N_KERNELS = {
+    Scope.LAYER: 13,
+    Scope.ATTENTION: 8,
+    Scope.MLP: 5,
+    Scope.QKV: 5,
+    Scope.OUTPUT: 2,
+    Scope.HEAD: 3,
+}
+_UNFUSED_EXTRA_KERNELS = 6
+# Passes over the score matrix through HBM: written by the first product, read and written by mask
+# and by softmax, read by the second product.
+_SCORE_PASSES = 6
+# Passes over the cached KV of unfused decode attention: transposed into place (read, write), read.
+_UNFUSED_KV_PASSES = 3
+
+
+class CostModel:
+    """Costs of ops for one (model, hardware, placement); results are cached by amounts."""
+
+    def __init__(self, model: ModelSpec, hardware: HardwareProfile, placement: Placement) -> None:
+        self.model = model
+        self.hardware = hardware
+        self.placement = placement
+        self.extrapolated: set[str] = set()  # curves used beyond their last measured point
+        classes: dict[object, int] = {}
+        self._layer_class = [
+            classes.setdefault((placement.weights[i], model.is_moe(i)), len(classes))
+            for i in range(model.n_layers)
+        ] + [-1]  # the LM head
+        kv_classes: dict[object, int] = {}
+        self._kv_class = [kv_classes.setdefault(s, len(kv_classes)) for s in placement.kv]
+        self._seconds: dict[tuple[object, ...], float] = {}
+        self._nbytes: dict[tuple[object, ...], int] = {}
+        self._flops: dict[tuple[object, ...], float] = {}
+
+    # ---- of an op -------------------------------------------------------------------------
+
+    def nbytes(self, op: Op) -> int:
+        """Bytes that the op moves over its link."""
+        if op.kind is Kind.FORWARD or op.kind is Kind.FENCE:
+            return 0
+        key = self._transfer_key(op)
+        value = self._nbytes.get(key)
+        if value is None:
+            value = self._nbytes[key] = nbytes(op, self.model, self.placement)
+        return value
+
+    def flops(self, op: Op) -> float:
+        """Exact FLOPs of the op; 0 for a transfer."""
+        if op.kind is not Kind.FORWARD and op.kind is not Kind.CPU_ATTEND:
+            return 0.0
+        key = self._forward_key(op)
+        value = self._flops.get(key)
+        if value is None:
+            value = self._flops[key] = float(self._count_flops(op))
+        return value
+
+    def seconds(self, op: Op) -> float:
+        """Uncontended duration of the op."""
+        if op.kind is Kind.FORWARD:
+            key = self._forward_key(op)
+        elif op.kind is Kind.FENCE:
+            return self.hardware.sync_s
+        else:
+            key = (self._pageable(op), *self._transfer_key(op))
+        value = self._seconds.get(key)
+        if value is None:
+            value = self._seconds[key] = self._price(op)
+        return value
+
+    def _transfer_key(self, op: Op) -> tuple[object, ...]:
+        layer, kv = self._layer_class[op.layer], self._kv_class[op.block]
+        piece = op.part % op.n_parts
+        return (op.kind, layer, kv, op.scope, piece, op.n_parts, op.n_seqs, op.stop - op.start)
+
+    def _forward_key(self, op: Op) -> tuple[object, ...]:
+        layer = self._layer_class[op.layer]
+        return (op.kind, layer, op.scope, op.attention, op.n_seqs, op.n_new, op.n_recompute,
+                op.n_ctx)  # fmt: skip
+
+    @staticmethod
+    def _pageable(op: Op) -> bool:
+        for slot in op.reads:
+            if slot.tier is Tier.HOST and not slot.pinned:
+                return True
+        for slot in op.writes:
+            if slot.tier is Tier.HOST and not slot.pinned:
+                return True
+        return False
+
+    def _price(self, op: Op) -> float:
+        hardware = self.hardware
+        if op.kind is Kind.FORWARD:
+            return self.forward_seconds(op)
+        if op.kind is Kind.CPU_ATTEND:
+            return self.nbytes(op) / hardware.cpu_attention_bytes_per_s
+        return self.link(op).seconds(self.nbytes(op))
+
+    def link(self, op: Op) -> Link:
+        """The link that a transfer crosses, by its kind and by whether its host side is pinned."""
+        hardware, kind = self.hardware, op.kind
+        if kind in (Kind.LOAD_WEIGHT, Kind.LOAD_KV, Kind.LOAD_ACT):
+            return hardware.h2d_pageable if self._pageable(op) else hardware.h2d
+        if kind in (Kind.STORE_KV, Kind.STORE_ACT):
+            return hardware.d2h_pageable if self._pageable(op) else hardware.d2h
+        if kind in (Kind.READ_WEIGHT, Kind.READ_KV, Kind.READ_ACT):
+            return hardware.disk_read
+        if kind in (Kind.WRITE_KV, Kind.WRITE_ACT):
+            return hardware.disk_write
+        if kind is Kind.HOST_COPY:
+            return hardware.host_copy
+        raise ValueError(f"kind: {kind} crosses no link")
+
+    def _count_flops(self, op: Op) -> int:
+        if op.kind is Kind.CPU_ATTEND:
+            return count.attention_flops(self.model, op.n_seqs, op.n_new, 0, op.n_ctx)
+        rows = op.n_seqs * (op.n_new + op.n_recompute)
+        flops = count.gemm_flops(self.model, op.layer, op.scope, rows)
+        if op.scope in (Scope.LAYER, Scope.ATTENTION):
+            flops += count.attention_flops(
+                self.model, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx
+            )
+        return flops
+
+    # ---- compute --------------------------------------------------------------------------
+
+    def forward_seconds(self, op: Op) -> float:
+        """GPU time of a FORWARD: kernels in sequence, at least the time to issue them."""
+        rows = op.n_seqs * (op.n_new + op.n_recompute)
+        busy = self._gemms_seconds(op.layer, op.scope, rows)
+        busy += self._elementwise_seconds(op.layer, op.scope, rows)
+        n_kernels = _N_KERNELS[op.scope]
+        if op.scope in (Scope.LAYER, Scope.ATTENTION):
+            if op.attention is Attention.UNFUSED:
+                busy += self._unfused_attention_seconds(op)
+                n_kernels += _UNFUSED_EXTRA_KERNELS
+            else:
+                busy += self._fused_attention_seconds(op)
+        return max(busy, n_kernels * self.hardware.launch_s)
+
+    def _gemm_seconds(self, elems: float, rows: float, weight_elems: float | None = None) -> float:
+        """GEMMs of ``rows`` tokens with ``elems`` weights, floored by reading the weights.
+
+        ``weight_elems`` is what must be read where that is not ``elems`` (experts).
+        """
+        if self.hardware.gemm.extrapolated(rows):
+            self.extrapolated.add("gemm")
+        read = (elems if weight_elems is None else weight_elems) * self.model.weight_bytes_per_elem
+        arithmetic = 2.0 * rows * elems / self.hardware.gemm(rows)
+        return max(arithmetic, read / self.hardware.hbm_bytes_per_s)
+
+    def _gemms_seconds(self, layer: int, scope: Scope, rows: int) -> float:
+        model = self.model
+        if scope is Scope.HEAD:
+            return self._gemm_seconds(model.vocab * model.d_model, rows)
+        total = 0.0
+        if scope in (Scope.LAYER, Scope.ATTENTION):
+            total += self._gemm_seconds(count.attention_gemm_elems(model), rows)
+        elif scope in (Scope.QKV, Scope.OUTPUT):
+            total += self._gemm_seconds(count.attention_gemm_elems(model, scope), rows)
+        if scope in (Scope.LAYER, Scope.MLP):
+            total += self._gemm_seconds(count.dense_mlp_elems(model, layer), rows)
+            if model.is_moe(layer):
+                touched = model.experts_touched(layer, rows)
+                # Each touched expert runs its own GEMM over its share of the tokens.
+                per_expert = max(1.0, rows * model.top_k / touched)
+                elems = touched * count.expert_elems(model)
+                total += self._gemm_seconds(elems, per_expert)
+        return total
+
+    def _elementwise_seconds(self, layer: int, scope: Scope, rows: int) -> float:
+        """Norms (read, write), residual additions (two reads, write) and the FFN activation."""
+        model = self.model
+        d = model.d_model
+        per_row = {Scope.LAYER: 10 * d, Scope.ATTENTION: 5 * d, Scope.MLP: 5 * d,
+                   Scope.QKV: 2 * d, Scope.OUTPUT: 3 * d, Scope.HEAD: 2 * d}[scope]  # fmt: skip
+        if scope in (Scope.LAYER, Scope.MLP):
+            if model.is_moe(layer):
+                active = model.top_k + model.n_shared_experts
+                per_row += 3 * active * model.d_expert + 2 * model.top_k * d
+            else:
+                per_row += (3 if model.gated_ffn else 2) * model.d_ffn
+        return rows * per_row * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
+
+    def _fused_attention_seconds(self, op: Op) -> float:
+        hardware = self.hardware
+        queries, keys = op.n_new + op.n_recompute, op.n_ctx + op.n_new
+        flops = count.attention_flops(self.model, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx)
+        if queries == keys:
+            if hardware.attention_prefill.extrapolated(keys):
+                self.extrapolated.add("attention_prefill")
+            return flops / hardware.attention_prefill(keys)
+        if hardware.attention_decode.extrapolated(keys):
+            self.extrapolated.add("attention_decode")
+        kv = op.n_seqs * keys * self.model.kv_bytes_per_token_layer
+        read = kv / hardware.attention_decode(keys)
+        if queries == 1:
+            # One query a sequence reads the cache once; MLA's shared latent makes even that
+            # compute-heavy, so the window rate bounds it too.
+            if not self.model.kv_latent_dim:
+                return read
+        shared = queries * (self.model.n_heads if self.model.kv_latent_dim else 1)
+        return max(read, flops / self._window_rate(shared, keys))
+
+    def _window_rate(self, queries: int, keys: int) -> float:
+        """FLOP/s of a run of queries over a longer context.
+
+        Beyond the last measured query count the rate grows as that of the prefill kernel does.
+        """
+        window, prefill = self.hardware.attention_window, self.hardware.attention_prefill
+        last = window.x[-1]
+        if window.extrapolated(queries, keys):
+            self.extrapolated.add("attention_window")
+        if queries <= last:
+            return window(queries, keys)
+        return window(last, keys) * prefill(queries) / prefill(last)
+
+    def _unfused_attention_seconds(self, op: Op) -> float:
+        model, hardware = self.model, self.hardware
+        queries, keys = op.n_new + op.n_recompute, op.n_ctx + op.n_new
+        kv = op.n_seqs * keys * model.kv_bytes_per_token_layer
+        scores = op.n_seqs * model.n_heads * queries * keys
+        traffic = _UNFUSED_KV_PASSES * kv + _SCORE_PASSES * scores * ACT_BYTES_PER_ELEM
+        # The mask is applied after the product: all pairs are computed, causal or not.
+        flops = scores * count.attention_pair_flops(model, op.n_ctx) / model.n_heads
+        memory = traffic / hardware.hbm_bytes_per_s
+        return max(flops / hardware.gemm(op.n_seqs * queries), memory)

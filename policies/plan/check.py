@@ -1,0 +1,189 @@
+"""Plan checker: the laws that a plan must keep, whoever executes it.
+
+It reads ops in program order and follows what every slot holds: which pieces of which layer's
+weights, which token ranges of which batch's KV. What readers get wrong: program order is enough.
+The linker makes an op wait for whatever its slots need, so a plan that is right in program order is
+right in time, and one that overwrites a slot too early is wrong in program order already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from policies.errors import PlanError
+from policies.placement import Placement
+from policies.plan.op import Kind, Op, Scope, Slot, Tier
+from policies.spec.model import ModelSpec
+from policies.spec.workload import Block
+
+UNIQUE = "L3 keys: each key occurs once in a plan"
+KV_COVERAGE = "L4 KV coverage: the sources of a forward cover tokens 0..n_ctx exactly once"
+WEIGHT_COVERAGE = "L5 weight coverage: a forward's slot holds all of its layer's weights"
+UNSTORED = "L4 KV coverage: only stored tokens can be loaded"
+UNCOMPUTED = "L4 KV coverage: only tokens that the slot holds can be stored"
+UNWRITTEN = "slots: a slot is written before it is read"
+PAST_END = "L15: no op works for a step past the last one"
+
+Range = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a slot holds: the KV of one batch in one layer, as ranges of tokens."""
+
+    owner: tuple[int, int, int] = (-1, -1, -1)  # block, layer, batch
+    ranges: dict[int, list[Range]] = field(default_factory=dict)  # by piece of the KV
+
+    def add(self, op: Op, span: Range, *, keep: bool) -> None:
+        owner = (op.block, op.layer, op.batch)
+        if not keep or self.owner != owner:
+            self.owner, self.ranges = owner, {}
+        for piece in _pieces(op):
+            self.ranges.setdefault(piece, []).append(span)
+
+    def covered(self, op: Op) -> list[list[Range]]:
+        """Ranges held of the op's batch and layer, for each piece."""
+        if self.owner != (op.block, op.layer, op.batch):
+            return [[], []]
+        return [self.ranges.get(piece, []) for piece in (0, 1)]
+
+
+def _pieces(op: Op) -> tuple[int, ...]:
+    return (op.part % 2,) if op.n_parts == 2 else (0, 1)
+
+
+def _tiles(ranges: Iterable[Range], stop: int) -> bool:
+    """Whether the ranges cover ``[0, stop)`` exactly once."""
+    at = 0
+    for start, end in sorted(r for r in ranges if r[0] < r[1]):
+        if start != at:
+            return False
+        at = end
+    return at == stop
+
+
+def _contains(ranges: Iterable[Range], span: Range) -> bool:
+    at = span[0]
+    for start, end in sorted(ranges):
+        if start <= at < end:
+            at = end
+    return at >= span[1]
+
+
+class PlanChecker:
+    """Checks a stream of ops; ``check`` raises ``PlanError`` naming op and law."""
+
+    def __init__(self, model: ModelSpec, placement: Placement, blocks: Iterable[Block]) -> None:
+        self._model, self._placement = model, placement
+        self._last_step = {block.index: block.max_new - 1 for block in blocks}
+        self._keys: set[str] = set()
+        self._weights: dict[Slot, tuple[tuple[int, int], dict[Scope, set[int]], int]] = {}
+        self._kv: dict[Slot, _Held] = {}
+        self._written: set[Slot] = set()
+
+    def check(self, op: Op) -> None:
+        """Check one op and follow what it does to its slots."""
+        key = op.key
+        if key in self._keys:
+            raise PlanError(key, UNIQUE)
+        self._keys.add(key)
+        if op.step > self._last_step[op.block]:
+            raise PlanError(key, PAST_END)
+        for slot in op.reads:
+            # Transfer slots start empty; homes of weights and the first hidden states do not.
+            if slot.tier is Tier.GPU and "slot" in slot.name and slot not in self._written:
+                raise PlanError(key, UNWRITTEN)
+        if op.kind is Kind.LOAD_WEIGHT:
+            self._load_weight(op)
+        elif op.kind in (Kind.LOAD_KV, Kind.READ_KV):
+            self._move_kv(op, load=True)
+        elif op.kind in (Kind.STORE_KV, Kind.WRITE_KV):
+            self._move_kv(op, load=False)
+        elif op.kind is Kind.HOST_COPY:
+            self._move_kv(op, load=op.part < op.n_parts)
+        elif op.kind is Kind.CPU_ATTEND:
+            held = self._held(op.reads, op)
+            if not all(_tiles(ranges, op.n_ctx) for ranges in held):
+                raise PlanError(key, KV_COVERAGE)
+        elif op.kind is Kind.FORWARD and op.layer < self._model.n_layers:
+            self._forward(op)
+        self._written.update(op.writes)
+
+    def _load_weight(self, op: Op) -> None:
+        owner = (op.step, op.layer)
+        for slot in op.writes:
+            if slot.tier is not Tier.GPU:
+                continue
+            held = self._weights.get(slot)
+            if held is None or held[0] != owner or held[2] != op.n_parts:
+                held = self._weights[slot] = (owner, {}, op.n_parts)
+            held[1].setdefault(op.scope, set()).add(op.part % op.n_parts)
+
+    def _held(self, slots: Iterable[Slot], op: Op) -> list[list[Range]]:
+        out: list[list[Range]] = [[], []]
+        for slot in slots:
+            if slot in self._kv:
+                for piece, ranges in enumerate(self._kv[slot].covered(op)):
+                    out[piece].extend(ranges)
+        return out
+
+    def _move_kv(self, op: Op, *, load: bool) -> None:
+        span = (op.start, op.stop)
+        # Reads from disk and host name the same tokens twice: each source must hold the range.
+        sources = [slot for slot in op.reads if slot in self._kv]
+        rule = UNSTORED if load else UNCOMPUTED
+        if not sources:
+            raise PlanError(op.key, rule)
+        for slot in sources:
+            held = self._kv[slot].covered(op)
+            if not all(_contains(held[piece], span) for piece in _pieces(op)):
+                raise PlanError(op.key, rule)
+        for slot in op.writes:
+            if "kv" not in slot.name:
+                continue  # the issuing thread
+            home = slot.name.startswith(("host/kv/", "disk/kv/"))
+            halves = op.n_parts == 2 and slot.tier is Tier.GPU
+            keep = home or (halves and op.part % 2 == 1)
+            self._kv.setdefault(slot, _Held()).add(op, span, keep=keep)
+
+    def _forward(self, op: Op) -> None:
+        if op.scope in (Scope.LAYER, Scope.ATTENTION):
+            held = self._held(op.reads, op)
+            tail = (op.n_ctx - op.n_recompute, op.n_ctx)
+            if not all(_tiles([*ranges, tail], op.n_ctx) for ranges in held):
+                raise PlanError(op.key, KV_COVERAGE)
+        if op.scope in (Scope.LAYER, Scope.ATTENTION, Scope.QKV):
+            computed = (op.n_ctx - op.n_recompute, op.n_ctx + op.n_new)
+            for slot in op.writes:
+                if "/kv" in slot.name:
+                    resident = slot.name.startswith("gpu/kv/")
+                    self._kv.setdefault(slot, _Held()).add(op, computed, keep=resident)
+        self._check_weights(op)
+
+    def _check_weights(self, op: Op) -> None:
+        need = {
+            Scope.LAYER: {Scope.ATTENTION, Scope.MLP},
+            Scope.MLP: {Scope.MLP},
+        }.get(op.scope, {Scope.ATTENTION})
+        for scope in need:
+            if not self._placement.streamed_bytes(self._model, op.layer, scope):
+                continue
+            if not any(self._slot_has(slot, op, scope) for slot in op.reads):
+                raise PlanError(op.key, WEIGHT_COVERAGE)
+
+    def _slot_has(self, slot: Slot, op: Op, scope: Scope) -> bool:
+        held = self._weights.get(slot)
+        if held is None or held[0] != (op.step, op.layer):
+            return False
+        return any(len(held[1].get(s, ())) == held[2] for s in (scope, Scope.LAYER))
+
+
+def checked(
+    ops: Iterable[Op], model: ModelSpec, placement: Placement, blocks: Iterable[Block]
+) -> Iterator[Op]:
+    """Pass ops through, checking each."""
+    checker = PlanChecker(model, placement, blocks)
+    for op in ops:
+        checker.check(op)
+        yield op

@@ -1,0 +1,212 @@
+"""Memory plan: named pools per tier that a run books before anything runs.
+
+Pools are booked whole: the KV home of a block holds its longest sequences from the start, as a
+preallocated arena does. A plan that does not fit raises ``OutOfMemory`` naming tier, need, have and
+the largest pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from policies.errors import OutOfMemory
+from policies.placement import (
+    ACT_BYTES_PER_ELEM,
+    Placement,
+    block_kv_bytes,
+    host_placement,
+)
+from policies.plan.op import Attention, Scope, Tier
+from policies.spec.hardware import HardwareProfile
+from policies.spec.model import ModelSpec
+from policies.spec.workload import Batch, Block
+
+# Copies of the score matrix that unfused attention holds at once: input and output of softmax.
+_SCORE_COPIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Buffers that a schedule needs besides the homes of weights and KV.
+
+    ``sep_layer`` sizes a weight slot for attention or MLP alone. ``relay_bytes`` is pinned host
+    memory through which pageable KV travels.
+    """
+
+    weight_slots: int = 2
+    kv_in_slots: int = 2
+    kv_out_slots: int = 2
+    sep_layer: bool = False
+    attention: Attention = Attention.FUSED
+    relay_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("weight_slots", "kv_in_slots", "kv_out_slots", "relay_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"buffers.{name}: {getattr(self, name)} must be >= 0")
+
+
+class Pool(NamedTuple):
+    """``nbytes`` booked in ``tier`` under a name."""
+
+    name: str
+    tier: Tier
+    nbytes: int
+
+
+def run_pools(model: ModelSpec, placement: Placement, buffers: Buffers) -> list[Pool]:
+    """Pools held for the whole run: weights, weight slots, relays."""
+    scopes = (Scope.ATTENTION, Scope.MLP) if buffers.sep_layer else (Scope.LAYER,)
+    layers = range(model.n_layers)
+    slot = max(placement.streamed_bytes(model, i, s) for i in layers for s in scopes)
+    staged = max(placement.weight_bytes(model, i, s, "disk") for i in layers for s in scopes)
+    pools = [
+        Pool("embeddings and head", Tier.GPU, model.edge_bytes),
+        Pool("resident weights", Tier.GPU, placement.total_weight_bytes(model, "gpu")),
+        Pool("weight slots", Tier.GPU, buffers.weight_slots * slot),
+        Pool("weights", Tier.HOST, placement.total_weight_bytes(model, "host")),
+        Pool("weight staging", Tier.HOST, buffers.weight_slots * staged),
+        Pool("relay buffers", Tier.HOST, buffers.relay_bytes),
+        Pool("weights on disk", Tier.DISK, placement.total_weight_bytes(model, "disk")),
+    ]
+    return [pool for pool in pools if pool.nbytes]
+
+
+def block_pools(
+    model: ModelSpec, placement: Placement, buffers: Buffers, block: Block
+) -> list[Pool]:
+    """Pools held while a block runs: KV homes and slots, hidden states, workspace."""
+    kv = placement.kv[block.index]
+    per_layer = model.kv_bytes_per_token_layer
+    total = block_kv_bytes(model, block)
+    full = max(b.n_seqs * (b.prompt_len + block.max_new - 1) for b in block.batches) * per_layer
+    prompt = max(b.n_seqs * b.prompt_len for b in block.batches) * per_layer
+    hidden = sum(b.n_seqs * b.prompt_len for b in block.batches) * model.d_model
+    g = f"block {block.index}"
+    on_gpu = round(total * kv.gpu)
+    streams = kv.streamed > 0
+    pools = [
+        Pool(f"{g}: resident KV", Tier.GPU, on_gpu),
+        Pool(f"{g}: KV load slots", Tier.GPU, round(buffers.kv_in_slots * full * kv.streamed)),
+        Pool(
+            f"{g}: KV store slots",
+            Tier.GPU,
+            round(buffers.kv_out_slots * prompt * kv.streamed) if streams else 0,
+        ),
+        Pool(
+            f"{g}: hidden states",
+            Tier.GPU,
+            round(hidden * ACT_BYTES_PER_ELEM * placement.act.gpu),
+        ),
+        Pool(
+            f"{g}: workspace",
+            Tier.GPU,
+            max(workspace_bytes(model, buffers, batch) for batch in block.batches),
+        ),
+        Pool(f"{g}: KV", Tier.HOST, round(total * kv.host)),
+        Pool(
+            f"{g}: hidden states on host",
+            Tier.HOST,
+            round(hidden * ACT_BYTES_PER_ELEM * placement.act.host),
+        ),
+        Pool(
+            f"{g}: KV staging",
+            Tier.HOST,
+            round((buffers.kv_in_slots + buffers.kv_out_slots) * full * kv.disk),
+        ),
+        Pool(f"{g}: KV on disk", Tier.DISK, round(total * kv.disk)),
+    ]
+    return [pool for pool in pools if pool.nbytes]
+
+
+def workspace_bytes(model: ModelSpec, buffers: Buffers, batch: Batch) -> int:
+    """Largest intermediate state of one layer's prefill of a batch, plus its logits."""
+    rows = batch.n_seqs * batch.prompt_len
+    d, heads = model.d_model, model.n_heads
+    attention = rows * (heads * (model.qk_dim + model.v_dim) + 2 * d)
+    if model.kv_latent_dim:
+        attention += rows * heads * (model.qk_dim + model.v_dim)  # expanded keys and values
+    scores = 0
+    if buffers.attention is not Attention.FUSED:
+        scores = _SCORE_COPIES * batch.n_seqs * heads * batch.prompt_len**2
+    width = max(
+        (3 if model.gated_ffn else 2) * model.d_ffn,
+        3 * (model.top_k + model.n_shared_experts) * model.d_expert + model.top_k * d,
+    )
+    mlp = rows * (width + 2 * d)
+    logits = 2 * batch.n_seqs * model.vocab  # float32
+    return ACT_BYTES_PER_ELEM * (max(attention + scores, mlp) + logits)
+
+
+def check_fits(pools: Iterable[Pool], hardware: HardwareProfile) -> None:
+    """Raise ``OutOfMemory`` for the first tier, GPU before host before disk, that overflows."""
+    held = list(pools)
+    for tier in Tier:
+        mine = [pool for pool in held if pool.tier is tier]
+        need, have = sum(pool.nbytes for pool in mine), hardware.usable_bytes(tier.value)
+        if need > have:
+            largest = max(mine, key=lambda pool: pool.nbytes)
+            raise OutOfMemory(tier.value, need, int(have), largest.name)
+
+
+def place(
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    blocks: Sequence[Block],
+    buffers: Buffers,
+    *,
+    mode: str = "host",
+    kv_on_gpu: bool = False,
+) -> Placement:
+    """Placement by name: ``host``, or ``auto``, which fills spare GPU memory with whole layers."""
+    if mode not in ("host", "auto"):
+        raise ValueError(f"policy.placement: {mode!r} is neither 'host' nor 'auto'")
+    extra = buffers.relay_bytes
+
+    def with_resident(n: int) -> Placement:
+        return host_placement(
+            model,
+            hardware,
+            blocks,
+            kv_on_gpu=kv_on_gpu,
+            resident_layers=n,
+            host_buffer_bytes=extra,
+        )
+
+    if mode == "host":
+        return with_resident(0)
+    n = model.n_layers  # memory is not monotone in n (the last resident layer frees the slots)
+    while n > 0 and not _gpu_fits(model, hardware, with_resident(n), buffers, blocks):
+        n -= 1
+    return with_resident(n)
+
+
+def _gpu_fits(
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    placement: Placement,
+    buffers: Buffers,
+    blocks: Sequence[Block],
+) -> bool:
+    held = sum(p.nbytes for p in run_pools(model, placement, buffers) if p.tier is Tier.GPU)
+    most = max(
+        sum(p.nbytes for p in block_pools(model, placement, buffers, b) if p.tier is Tier.GPU)
+        for b in blocks
+    )
+    return held + most <= hardware.usable_bytes("gpu")
+
+
+def check_run(
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    placement: Placement,
+    buffers: Buffers,
+    blocks: Iterable[Block],
+) -> None:
+    """Raise ``OutOfMemory`` if any block does not fit beside what the run holds."""
+    held = run_pools(model, placement, buffers)
+    check_fits(held, hardware)
+    for block in blocks:
+        check_fits([*held, *block_pools(model, placement, buffers, block)], hardware)

@@ -1,0 +1,312 @@
+"""One run: a policy over a job on a simulated machine, from settings to record.
+
+Blocks of requests are separated by a fence, so they are simulated one at a time and their times
+added: memory stays that of the largest block however long the job is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import fmean
+
+from policies.cost.model import CostModel
+from policies.drive import Decision, Policy, drive
+from policies.errors import Infeasible, OutOfMemory
+from policies.placement import Placement
+from policies.plan.memory import Buffers, block_pools, check_run, run_pools
+from policies.plan.op import Lane, Op
+from policies.spec.hardware import HardwareProfile
+from policies.spec.model import ModelSpec
+from policies.spec.workload import Block
+from policies.trace.attribution import Category, attribute
+from policies.trace.metrics import TraceMetrics, lane_totals_s, metrics
+from policies.trace.span import Span, parse_key
+from sim.engine import SimBackend
+from sim.job import WorkloadSpec, make_job
+from sim.memory import Ledger
+from sim.pack import Job
+from sim.result import RunRecord
+
+AUTO_TRACE_OPS = 200_000  # above this many ops ``trace=auto`` keeps the first steps only
+TRACED_STEPS = 3  # prefill and two decode steps
+TRACE_MODES = ("auto", "full", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """Everything that a run depends on.
+
+    The policy reasons with ``belief``, the simulation charges ``hardware``; None means that it
+    knows its machine exactly.
+    """
+
+    model: ModelSpec
+    hardware: HardwareProfile
+    policy: Policy
+    workload: WorkloadSpec
+    belief: HardwareProfile | None = None
+    trace: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.trace not in TRACE_MODES:
+            raise ValueError(f"trace: {self.trace!r} is none of {', '.join(TRACE_MODES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecision:
+    """One line of ``decisions.csv``."""
+
+    block: int
+    step: int
+    batch: int
+    n_ctx: int
+    n_recompute: int
+    slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A record and, where the run took place, its decisions and the spans that were kept."""
+
+    record: RunRecord
+    decisions: tuple[StepDecision, ...] = ()
+    spans: tuple[Span, ...] = ()
+    job: Job | None = None
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What a run accumulates over its blocks."""
+
+    lane_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
+    busy_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
+    waits_s: dict[Category, float] = field(default_factory=lambda: dict.fromkeys(Category, 0.0))
+    clock_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    ttft_weight: float = 0.0
+    tpot_weight: float = 0.0
+    tpot_seqs: int = 0
+    n_ops: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, block: Block, backend: SimBackend, costs: CostModel, ops: list[Op]) -> None:
+        """Simulate one block and add it at the end of the run so far."""
+        trace = backend.run(ops)
+        measured: TraceMetrics = metrics(trace)
+        waits = attribute(trace.spans, [item.deps for item in backend.linked])
+        for category, share in waits.shares.items():
+            self.waits_s[category] += share * measured.makespan_s
+        for lane, seconds in lane_totals_s(costs, ops).items():
+            self.lane_s[lane] += seconds
+            self.busy_s[lane] += measured.busy[lane] * measured.makespan_s
+        self.prefill_s += measured.prefill_s
+        self.decode_s += measured.decode_s
+        self.ttft_weight += block.n_seqs * measured.ttft_s[0]
+        if block.max_new > 1:
+            self.tpot_weight += block.n_seqs * measured.decode_s / (block.max_new - 1)
+            self.tpot_seqs += block.n_seqs
+        at = self.clock_s
+        spans = trace.spans
+        if at:
+            spans = tuple(s._replace(start_s=s.start_s + at, end_s=s.end_s + at) for s in spans)
+        self._keep(spans)
+        self.clock_s += measured.makespan_s
+        self.n_ops += len(ops)
+
+    def _keep(self, spans: tuple[Span, ...]) -> None:
+        if self.n_ops <= AUTO_TRACE_OPS:
+            self.spans.extend(spans)
+
+
+def simulate(
+    spec: RunSpec, progress: Callable[[int, int], None] = lambda _done, _total: None
+) -> RunResult:
+    """Run a job; infeasible work becomes a record. ``progress(blocks done, blocks)`` is called.
+
+    ``ValueError`` for settings or traces that are wrong rather than infeasible.
+    """
+    base = RunRecord(
+        policy=spec.policy.name,
+        model=spec.model.name,
+        n_layers=spec.model.n_layers,
+        hardware=spec.hardware.name,
+        workload=spec.workload.name,
+        limit=spec.workload.limit,
+        max_new=spec.workload.max_new,
+        seed=spec.seed,
+    )
+    try:
+        job = make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
+    except Infeasible as error:
+        return RunResult(_amend(base, status="infeasible", reason=error.reason))
+    blocks = spec.policy.blocks(job.blocks)
+    base = _amend(base, **_job_columns(job, blocks))
+    placement = spec.policy.place(spec.model, spec.hardware, blocks)
+    base = _amend(base, **_placement_columns(spec.model, placement, blocks))
+    try:
+        peaks = book(spec.model, spec.hardware, placement, spec.policy.buffers, blocks)
+    except OutOfMemory as error:
+        record = _amend(
+            base,
+            status="oom",
+            reason=str(error),
+            oom_tier=error.tier,
+            need_bytes=error.need_bytes,
+            have_bytes=error.have_bytes,
+        )
+        return RunResult(record, job=job)
+    return _execute(spec, base, job, blocks, placement, peaks, progress)
+
+
+def book(
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    placement: Placement,
+    buffers: Buffers,
+    blocks: tuple[Block, ...],
+) -> dict[str, int]:
+    """Peak bytes per tier over the run; ``OutOfMemory`` where a block does not fit."""
+    check_run(model, hardware, placement, buffers, blocks)
+    ledger = Ledger({t: hardware.usable_bytes(t) for t in ("gpu", "host", "disk")}, audit=False)
+    for pool in run_pools(model, placement, buffers):
+        ledger.allocate(pool.name, pool.tier.value, pool.nbytes)
+    for block in blocks:
+        pools = block_pools(model, placement, buffers, block)
+        for pool in pools:
+            ledger.allocate(pool.name, pool.tier.value, pool.nbytes)
+        for pool in pools:
+            ledger.free(pool.name)
+    return ledger.peak_bytes
+
+
+def _execute(
+    spec: RunSpec,
+    base: RunRecord,
+    job: Job,
+    blocks: tuple[Block, ...],
+    placement: Placement,
+    peaks: dict[str, int],
+    progress: Callable[[int, int], None],
+) -> RunResult:
+    plant = CostModel(spec.model, spec.hardware, placement)
+    belief = plant if spec.belief is None else CostModel(spec.model, spec.belief, placement)
+    decided: list[tuple[int, int, Decision]] = []
+    ops = drive(spec.policy, blocks, belief, lambda g, s, d: decided.append((g, s, d)))
+    backend = SimBackend(plant, spec.hardware.duplex)
+    tally = _Tally()
+    for index, group in groupby(ops, key=lambda op: op.block):
+        tally.add(blocks[index], backend, plant, list(group))
+        progress(index + 1, len(blocks))
+    spans, mode = _trace(tally, spec.trace)
+    record = _amend(
+        base,
+        **_time_columns(tally, job),
+        **_decision_columns(decided),
+        **{f"peak_{tier}_bytes": peak for tier, peak in peaks.items()},
+        extrapolated=" ".join(sorted(plant.extrapolated)),
+        trace=mode,
+    )
+    return RunResult(record, tuple(_decisions(decided, blocks)), spans, job)
+
+
+def _trace(tally: _Tally, mode: str) -> tuple[tuple[Span, ...], str]:
+    """The spans to keep and what they are called in the record."""
+    if mode == "none":
+        return (), "none"
+    if mode == "full" or tally.n_ops <= AUTO_TRACE_OPS:
+        return tuple(tally.spans), "full"
+    first = tally.spans[0].key.split("/")[1]
+    kept = []
+    for span in tally.spans:
+        parts = parse_key(span.key)
+        if f"g{parts.block}" == first and parts.step < TRACED_STEPS:
+            kept.append(span)
+    return tuple(kept), "first steps"
+
+
+def _amend(record: RunRecord, **columns: object) -> RunRecord:
+    from dataclasses import replace
+
+    return replace(record, **columns)  # type: ignore[arg-type]
+
+
+def _job_columns(job: Job, blocks: tuple[Block, ...]) -> dict[str, object]:
+    return {
+        "n_requests": job.n_requests,
+        "n_rejected": job.n_rejected,
+        "n_too_long": job.n_too_long,
+        "n_cut": job.n_cut,
+        "padding_waste": job.padding_waste,
+        "prompt_len": max(b.prompt_len for block in blocks for b in block.batches),
+        "gen_len": max(block.max_new for block in blocks),
+        "batch_size": max(b.n_seqs for block in blocks for b in block.batches),
+        "n_batches": max(len(block.batches) for block in blocks),
+        "n_blocks": len(blocks),
+    }
+
+
+def _placement_columns(
+    model: ModelSpec, placement: Placement, blocks: tuple[Block, ...]
+) -> dict[str, object]:
+    """Effective shares: weights by bytes, KV by the bytes of all blocks."""
+    from policies.placement import block_kv_bytes
+
+    total = sum(model.layer_bytes(i) for i in range(model.n_layers))
+    kv = [block_kv_bytes(model, block) for block in blocks]
+    columns: dict[str, object] = {}
+    for tier in ("gpu", "host", "disk"):
+        columns[f"weights_{tier}"] = placement.total_weight_bytes(model, tier) / total
+        held = sum(n * getattr(s, tier) for n, s in zip(kv, placement.kv, strict=True))
+        columns[f"kv_{tier}"] = held / sum(kv)
+    return columns
+
+
+def _time_columns(tally: _Tally, job: Job) -> dict[str, object]:
+    makespan_s = tally.clock_s
+    bound_s = max(tally.lane_s.values())
+    waits = {c: s / makespan_s for c, s in tally.waits_s.items()}
+    named = {f"wait_{c.value}": share for c, share in waits.items() if c is not Category.IDLE}
+    busy = {lane: s / makespan_s for lane, s in tally.busy_s.items()}
+    decode = job.decode_tokens / tally.decode_s if job.decode_tokens else None
+    return {
+        "prefill_tokens_per_s": job.prompt_tokens / tally.prefill_s,
+        "decode_tokens_per_s": decode,
+        "ttft_s": tally.ttft_weight / job.n_requests,
+        "tpot_s": tally.tpot_weight / tally.tpot_seqs if tally.tpot_seqs else None,
+        "prefill_s": tally.prefill_s,
+        "decode_s": tally.decode_s,
+        "makespan_s": makespan_s,
+        "gpu_busy": busy[Lane.COMPUTE],
+        "h2d_busy": busy[Lane.H2D],
+        "d2h_busy": busy[Lane.D2H],
+        "disk_busy": busy[Lane.DISK],
+        "cpu_busy": busy[Lane.CPU],
+        "bottleneck": max(waits, key=lambda c: waits[c]).value,
+        **named,
+        "lower_bound_s": bound_s,
+        "bound_ratio": makespan_s / bound_s,
+        "n_ops": tally.n_ops,
+    }
+
+
+def _decision_columns(decided: list[tuple[int, int, Decision]]) -> dict[str, object]:
+    recompute = [n for _, step, d in decided if step for n in d.n_recompute]
+    solvers = sorted({d.solver for _, _, d in decided if d.solver})
+    return {
+        "n_recompute_mean": fmean(recompute) if recompute else None,
+        "solver": " ".join(solvers),
+        "solve_s": sum(d.solve_s for _, _, d in decided),
+    }
+
+
+def _decisions(
+    decided: list[tuple[int, int, Decision]], blocks: tuple[Block, ...]
+) -> Iterator[StepDecision]:
+    for g, step, decision in decided:
+        for b, batch in enumerate(blocks[g].batches):
+            n_ctx = batch.prompt_len + step - 1 if step else 0
+            yield StepDecision(g, step, b, n_ctx, decision.n_recompute[b], decision.slices[b])
