@@ -19,7 +19,6 @@ from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
 
 _SLOT = Slot("gpu/weight slot/0", Tier.GPU)
-_STAGED = Slot("host/staging/weights", Tier.HOST)
 _ON_DISK = Slot("disk/weights", Tier.DISK)
 
 
@@ -78,37 +77,80 @@ class Accelerate:
         """Nothing to decide."""
         return Decision((0,) * ctx.n_batches, (1,) + (0,) * (ctx.n_batches - 1))
 
-    def step(self, ctx: StepContext, now: Decision, then: Decision | None) -> Iterator[Op]:
-        """Load, compute, load, compute."""
+    def step(
+        self,
+        ctx: StepContext,
+        now: Decision,  # noqa: ARG002
+        then: Decision | None,  # noqa: ARG002
+    ) -> Iterator[Op]:
+        """Load, compute, load, compute: there is nothing that a decision could change."""
         for batch in range(ctx.n_batches):
             yield from self._forward(ctx, batch)
 
     def _forward(self, ctx: StepContext, b: int) -> Iterator[Op]:
         g, s, batch = ctx.block.index, ctx.step, ctx.block.batches[b]
         hidden = Slot(f"gpu/hidden/b{b}", Tier.GPU)
-        amount = {
-            "n_seqs": batch.n_seqs,
-            "n_new": batch.prompt_len if ctx.is_prefill else 1,
-            "n_ctx": ctx.n_ctx()[b],
-        }
-        pool = Slot("host/weights", Tier.HOST, self.pinned)
-        attention = Attention(self.attention)
         for layer in range(ctx.model.n_layers):
             for part, scope in enumerate((Scope.ATTENTION, Scope.MLP)):
-                source = pool
-                if ctx.placement.weight_bytes(ctx.model, layer, scope, "disk"):
-                    source = _STAGED._replace(pinned=self.pinned)
-                    yield Op(Kind.READ_WEIGHT, g, s, layer, b, part, scope=scope,
-                             reads=(_ON_DISK,), writes=(source,))  # fmt: skip
                 weights = Slot(f"gpu/weights/l{layer}", Tier.GPU)
                 if ctx.placement.streamed_bytes(ctx.model, layer, scope):
                     weights = _SLOT
-                    yield Op(Kind.LOAD_WEIGHT, g, s, layer, b, part, scope=scope,
-                             reads=(source,), writes=(weights,))  # fmt: skip
-                touched = (hidden,)
+                    yield from self._load(ctx, layer, b, part, scope)
+                touched: tuple[Slot, ...] = (hidden,)
                 if scope is Scope.ATTENTION:
                     touched = (hidden, Slot(f"gpu/kv/l{layer}/b{b}", Tier.GPU))
-                yield Op(Kind.FORWARD, g, s, layer, b, scope=scope, attention=attention,
-                         **amount, reads=(weights, *touched), writes=touched)  # fmt: skip
-        yield Op(Kind.FORWARD, g, s, ctx.model.n_layers, b, scope=Scope.HEAD,
-                 n_seqs=batch.n_seqs, n_new=1, reads=(hidden,), writes=(hidden,))  # fmt: skip
+                yield Op(
+                    Kind.FORWARD,
+                    g,
+                    s,
+                    layer,
+                    b,
+                    scope=scope,
+                    n_seqs=batch.n_seqs,
+                    n_new=batch.prompt_len if ctx.is_prefill else 1,
+                    n_ctx=ctx.n_ctx()[b],
+                    attention=Attention(self.attention),
+                    reads=(weights, *touched),
+                    writes=touched,
+                )
+        yield Op(
+            Kind.FORWARD,
+            g,
+            s,
+            ctx.model.n_layers,
+            b,
+            scope=Scope.HEAD,
+            n_seqs=batch.n_seqs,
+            n_new=1,
+            reads=(hidden,),
+            writes=(hidden,),
+        )
+
+    def _load(self, ctx: StepContext, layer: int, b: int, part: int, scope: Scope) -> Iterator[Op]:
+        """The module's weights: from disk first where that is their home."""
+        g, s = ctx.block.index, ctx.step
+        source = Slot("host/weights", Tier.HOST, self.pinned)
+        if ctx.placement.weight_bytes(ctx.model, layer, scope, "disk"):
+            source = Slot("host/staging/weights", Tier.HOST, self.pinned)
+            yield Op(
+                Kind.READ_WEIGHT,
+                g,
+                s,
+                layer,
+                b,
+                part,
+                scope=scope,
+                reads=(_ON_DISK,),
+                writes=(source,),
+            )
+        yield Op(
+            Kind.LOAD_WEIGHT,
+            g,
+            s,
+            layer,
+            b,
+            part,
+            scope=scope,
+            reads=(source,),
+            writes=(_SLOT,),
+        )

@@ -39,10 +39,10 @@ class Quantised:
             return tuple(np.rint(np.array(row) / unit_s).astype(np.int64) for row in table)
 
         h2d, disk = rounded(problem.kv_h2d_s), rounded(problem.kv_disk_s)
-        h2d_slice, disk_slice = (
-            round(problem.slice_h2d_s / unit_s),
-            round(problem.slice_disk_s / unit_s),
-        )
+        h2d_slice = disk_slice = 0
+        if problem.n_slices:  # without slices their time may be any number of units
+            h2d_slice = round(problem.slice_h2d_s / unit_s)
+            disk_slice = round(problem.slice_disk_s / unit_s)
         if problem.serial_links:
             links = [(tuple(a + b for a, b in zip(h2d, disk, strict=True)), h2d_slice + disk_slice)]
         else:

@@ -172,10 +172,10 @@ def plan(
 
     if not n_max or min(n_max) < 0:
         raise ValueError(f"n_max: {n_max} must be one or more token counts >= 0")
-    if max_candidates < 5:
+    if max_candidates < 7:
         raise ValueError(
-            f"max_candidates: {max_candidates} must be >= 5 "
-            "(0, n_max, the optimum and one between it and each neighbour)"
+            f"max_candidates: {max_candidates} must be >= 7 "
+            "(0, n_max, the optimum, its two neighbours, and one new count beside each)"
         )
     grid = tuple(_spread(0, top, max_candidates) for top in n_max)
     solve_s = 0.0
@@ -208,5 +208,5 @@ def _refine(row: tuple[int, ...], optimum: int, max_candidates: int) -> tuple[in
     low, high = row[max(at - 1, 0)], row[min(at + 1, len(row) - 1)]
     if optimum - low <= 1 and high - optimum <= 1:
         return row
-    window = _spread(low, high, max_candidates - 3)
-    return tuple(sorted({0, *window, optimum, row[-1]}))
+    side = (max_candidates - 5) // 2 + 2  # counts on each side, both ends included
+    return tuple(sorted({0, *_spread(low, optimum, side), *_spread(optimum, high, side), row[-1]}))

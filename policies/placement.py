@@ -60,9 +60,10 @@ class Placement:
         """Bytes of a layer's weights (or its attention or MLP) whose home is ``tier``."""
         shares = dict(zip((Scope.ATTENTION, Scope.MLP), self.weights[layer], strict=True))
         parts = shares if scope is Scope.LAYER else {scope: shares[scope]}
-        return round(
-            sum(model.layer_bytes(layer, s) * getattr(share, tier) for s, share in parts.items())
+        held: float = sum(
+            model.layer_bytes(layer, s) * getattr(share, tier) for s, share in parts.items()
         )
+        return round(held)
 
     def streamed_bytes(self, model: ModelSpec, layer: int, scope: Scope) -> int:
         """Bytes of a layer's weights that must be loaded to compute it."""

@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from policies.drive import Decision, StepContext
 from policies.plan.op import Attention, Kind, Op, Scope, Slot, Tier
 
+Slots = tuple[Slot, ...]
+
 THREAD = Slot("issuing thread", Tier.HOST)  # a pageable copy occupies the thread that issues work
+_HOST_WEIGHTS = Slot("host/weights", Tier.HOST)
+_DISK_WEIGHTS = Slot("disk/weights", Tier.DISK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,10 @@ class _Step:
             placement.weight_bytes(model, stage.layer, stage.scope, "disk") > 0
             for stage in self.stages
         ]
+        self.partly_resident = [
+            streams and placement.weight_bytes(model, stage.layer, stage.scope, "gpu") > 0
+            for streams, stage in zip(self.streamed, self.stages, strict=True)
+        ]
         self.n_streamed = sum(self.streamed)
         # Position of each stage among the streamed ones: consecutive loads alternate slots.
         self.turn = [sum(self.streamed[:i]) for i in range(len(self.stages))]
@@ -122,30 +130,124 @@ class _Step:
     def hidden(self, batch: int) -> Slot:
         return Slot(f"gpu/hidden/b{batch}", Tier.GPU)
 
+    # ---- ops ------------------------------------------------------------------------------
+
+    def weight_op(
+        self, kind: Kind, step: int, i: int, k: int, part: int, reads: Slots, writes: Slots
+    ) -> Op:
+        """A transfer of one piece of a stage's weights, carried by batch k."""
+        stage = self.stages[i]
+        return Op(
+            kind,
+            self.g,
+            step,
+            stage.layer,
+            k,
+            part,
+            sum(self.now.slices),
+            stage.scope,
+            reads=reads,
+            writes=writes,
+        )
+
+    def kv_op(
+        self,
+        kind: Kind,
+        where: tuple[int, int, int],
+        tokens: tuple[int, int],
+        reads: Slots,
+        writes: Slots,
+        part: tuple[int, int] = (0, 1),
+    ) -> Op:
+        """A move of a token range of one batch's KV; ``where`` is (step, layer, batch)."""
+        step, layer, batch = where
+        return Op(
+            kind,
+            self.g,
+            step,
+            layer,
+            batch,
+            part[0],
+            part[1],
+            n_seqs=self.batches[batch].n_seqs,
+            start=tokens[0],
+            stop=tokens[1],
+            reads=reads,
+            writes=writes,
+        )
+
+    def act_op(
+        self, kind: Kind, layer: int, k: int, part: int, scope: Scope, rows: int,
+        reads: Slots, writes: Slots,
+    ) -> Op:  # fmt: skip
+        """A move of ``rows`` activation vectors of each sequence of batch k."""
+        return Op(
+            kind,
+            self.g,
+            self.s,
+            layer,
+            k,
+            part,
+            scope=scope,
+            n_seqs=self.batches[k].n_seqs,
+            stop=rows,
+            reads=reads,
+            writes=writes,
+        )
+
+    def forward_op(
+        self, layer: int, k: int, scope: Scope, attention: Attention, reads: Slots, writes: Slots
+    ) -> Op:
+        """Compute of batch k: its new tokens and those that are recomputed."""
+        return Op(
+            Kind.FORWARD,
+            self.g,
+            self.s,
+            layer,
+            k,
+            scope=scope,
+            n_seqs=self.batches[k].n_seqs,
+            n_new=self.n_new[k],
+            n_recompute=self.now.n_recompute[k],
+            n_ctx=self.n_ctx[k],
+            attention=attention,
+            reads=reads,
+            writes=writes,
+        )
+
+    def fence(self, layer: int, k: int, part: int = 0) -> Op:
+        """A device-wide synchronisation."""
+        return Op(Kind.FENCE, self.g, self.s, layer, k, part)
+
     # ---- the step -------------------------------------------------------------------------
 
     def ops(self) -> Iterator[Op]:
+        """All stages in order, then the LM head."""
         if self.s == 0 and self.streamed[0]:
             yield from self.load_weights(0, 0, 0, 0, sum(self.now.slices))
             if self.how.fence:
-                yield Op(Kind.FENCE, self.g, 0, 0, self.nb)
+                yield self.fence(0, self.nb)
         pending: tuple[int, int] | None = None  # (layer, batch) whose KV is still to be stored
         for i, stage in enumerate(self.stages):
             carried = 0
             for k in range(self.nb):
-                yield from self.carry_weights(i, k, carried)
-                carried += self.now.slices[k]
+                if i + 1 < len(self.stages) and self.streamed[i + 1]:
+                    count = self.now.slices[k]
+                    yield from self.load_weights(self.s, i + 1, k, carried, count)
+                    carried += count
                 yield from self.prefetch_kv(i, k)
-                yield from self.load_hidden(i, k)
+                if self.acts_move and i > 0:
+                    yield self.move_hidden(Kind.LOAD_ACT, i, k)
                 if pending is not None:
                     yield from self.store_kv(*pending)
                     pending = None
                 yield from self.compute(i, k)
+                if self.acts_move and i + 1 < len(self.stages):
+                    yield self.move_hidden(Kind.STORE_ACT, i, k)
                 if stage.attends:
                     pending = (stage.layer, k)
                 if self.how.fence:
-                    part = 1 if stage.scope is Scope.MLP else 0
-                    yield Op(Kind.FENCE, self.g, self.s, stage.layer, k, part)
+                    yield self.fence(stage.layer, k, int(stage.scope is Scope.MLP))
         yield from self.head(pending)
 
     def head(self, pending: tuple[int, int] | None) -> Iterator[Op]:
@@ -154,42 +256,46 @@ class _Step:
         for k in range(self.nb):
             if self.then is not None:
                 if self.streamed[0]:
-                    n = self.now.slices[k]
-                    yield from self.load_weights(self.s + 1, 0, k, carried, n)
-                    carried += n
+                    count = self.now.slices[k]
+                    yield from self.load_weights(self.s + 1, 0, k, carried, count)
+                    carried += count
                 if k == self.nb - 1:
                     yield from self.load_kv(self.s + 1, 0, 0, self.then)
             if pending is not None:
                 yield from self.store_kv(*pending)
                 pending = None
             hidden = (self.hidden(k),)
-            yield Op(Kind.FORWARD, self.g, self.s, self.n_layers, k, scope=Scope.HEAD,
-                     n_seqs=self.batches[k].n_seqs, n_new=1, reads=hidden, writes=hidden)  # fmt: skip
+            yield Op(
+                Kind.FORWARD,
+                self.g,
+                self.s,
+                self.n_layers,
+                k,
+                scope=Scope.HEAD,
+                n_seqs=self.batches[k].n_seqs,
+                n_new=1,
+                reads=hidden,
+                writes=hidden,
+            )
             if self.how.fence:
-                yield Op(Kind.FENCE, self.g, self.s, self.n_layers, k)
+                yield self.fence(self.n_layers, k)
 
     # ---- weights --------------------------------------------------------------------------
 
-    def carry_weights(self, i: int, k: int, carried: int) -> Iterator[Op]:
-        """The pieces of the next stage's weights that batch k carries."""
-        if i + 1 < len(self.stages) and self.streamed[i + 1]:
-            yield from self.load_weights(self.s, i + 1, k, carried, self.now.slices[k])
-
     def load_weights(self, step: int, i: int, k: int, first: int, count: int) -> Iterator[Op]:
-        stage, n_parts = self.stages[i], sum(self.now.slices)
-        offset = n_parts if stage.scope is Scope.MLP else 0
+        """Pieces ``first .. first + count - 1`` of a stage's weights."""
         slot = self.weight_slot(step, i)
-        pool = Slot("host/weights", Tier.HOST)
-        for piece in range(first, first + count):
-            part, reads = offset + piece, (pool,)
+        # Attention and MLP of one layer are told apart by their pieces' numbers.
+        offset = sum(self.now.slices) if self.stages[i].scope is Scope.MLP else 0
+        for part in range(offset + first, offset + first + count):
+            reads: Slots = (_HOST_WEIGHTS,)
             if self.from_disk[i]:
                 staged = Slot(f"host/staging/{slot.name}/{part}", Tier.HOST)
-                yield Op(Kind.READ_WEIGHT, self.g, step, stage.layer, k, part, n_parts,
-                         stage.scope, reads=(Slot("disk/weights", Tier.DISK),),
-                         writes=(staged,))  # fmt: skip
-                reads = (pool, staged)
-            yield Op(Kind.LOAD_WEIGHT, self.g, step, stage.layer, k, part, n_parts, stage.scope,
-                     reads=reads, writes=(slot,))  # fmt: skip
+                reads = (_HOST_WEIGHTS, staged)
+                yield self.weight_op(
+                    Kind.READ_WEIGHT, step, i, k, part, (_DISK_WEIGHTS,), (staged,)
+                )
+            yield self.weight_op(Kind.LOAD_WEIGHT, step, i, k, part, reads, (slot,))
 
     # ---- KV -------------------------------------------------------------------------------
 
@@ -205,25 +311,24 @@ class _Step:
     def load_kv(self, step: int, layer: int, batch: int, decision: Decision) -> Iterator[Op]:
         """Load the front of a batch's KV that its decision does not recompute."""
         n_load = self.ctx.n_ctx(step)[batch] - decision.n_recompute[batch]
-        if n_load <= 0 or self.kv.streamed == 0 or (self.how.attention is Attention.CPU and step):
+        if n_load <= 0 or self.kv.streamed == 0 or self.how.attention is Attention.CPU:
             return
-        ids = (self.g, step, layer, batch)
-        amount = {"n_seqs": self.batches[batch].n_seqs, "stop": n_load}
-        host, slot = self.host_kv(layer, batch), self.kv_in(step, layer, batch)
-        sources: tuple[Slot, ...] = (host,)
+        where, tokens = (step, layer, batch), (0, n_load)
+        slot = self.kv_in(step, layer, batch)
+        sources: Slots = (self.host_kv(layer, batch),)
         if self.kv.disk > 0:
             staged = Slot(f"host/staging/{slot.name}", Tier.HOST)
-            yield Op(Kind.READ_KV, *ids, **amount, reads=(self.disk_kv(layer, batch),),
-                     writes=(staged,))  # fmt: skip
-            sources = (host, staged)
+            sources = (*sources, staged)
+            home = (self.disk_kv(layer, batch),)
+            yield self.kv_op(Kind.READ_KV, where, tokens, home, (staged,))
         if self.how.kv_pinned:
-            yield Op(Kind.LOAD_KV, *ids, **amount, reads=sources, writes=(slot,))
+            yield self.kv_op(Kind.LOAD_KV, where, tokens, sources, (slot,))
             return
         for half in (0, 1):  # keys, then values: the second copy overlaps the first transfer
             relay = Slot(f"host/relay in/{slot.name}/{half}", Tier.HOST)
-            yield Op(Kind.HOST_COPY, *ids, half, 2, **amount, reads=sources,
-                     writes=(relay, THREAD))  # fmt: skip
-            yield Op(Kind.LOAD_KV, *ids, half, 2, **amount, reads=(relay,), writes=(slot,))
+            part = (half, 2)
+            yield self.kv_op(Kind.HOST_COPY, where, tokens, sources, (relay, THREAD), part)
+            yield self.kv_op(Kind.LOAD_KV, where, tokens, (relay,), (slot,), part)
 
     def store_kv(self, layer: int, batch: int) -> Iterator[Op]:
         """Store what left the recompute window: nothing in the last step."""
@@ -233,96 +338,84 @@ class _Step:
         stop = self.ctx.n_ctx(self.s + 1)[batch] - self.then.n_recompute[batch]
         if stop <= start:
             return
-        ids = (self.g, self.s, layer, batch)
-        amount = {"n_seqs": self.batches[batch].n_seqs, "start": start, "stop": stop}
-        source, home = self.kv_out(layer, batch), self.host_kv(layer, batch)
-        homes: tuple[Slot, ...] = (home,)
+        where, tokens = (self.s, layer, batch), (start, stop)
+        source = self.kv_out(layer, batch)
+        homes: Slots = (self.host_kv(layer, batch),)
         staged = Slot(f"host/staging/{source.name}", Tier.HOST)
         if self.kv.disk > 0:
-            homes = (home, staged)
+            homes = (*homes, staged)
         if self.how.kv_pinned or stop - start == 1:
             # One token is copied straight to its home, pageable or not.
-            yield Op(Kind.STORE_KV, *ids, **amount, reads=(source,), writes=homes)
+            yield self.kv_op(Kind.STORE_KV, where, tokens, (source,), homes)
         else:
             for half in (0, 1):
                 relay = Slot(f"host/relay out/{source.name}/{half}", Tier.HOST)
-                yield Op(Kind.STORE_KV, *ids, half, 2, **amount, reads=(source,), writes=(relay,))
-                yield Op(Kind.HOST_COPY, *ids, 2 + half, 2, **amount, reads=(relay,),
-                         writes=homes)  # fmt: skip
+                yield self.kv_op(Kind.STORE_KV, where, tokens, (source,), (relay,), (half, 2))
+                # Pieces 2 and 3: a step's copies towards the GPU have 0 and 1.
+                part = (2 + half, 2)
+                yield self.kv_op(Kind.HOST_COPY, where, tokens, (relay,), homes, part)
         if self.kv.disk > 0:
-            yield Op(Kind.WRITE_KV, *ids, **amount, reads=(staged,),
-                     writes=(self.disk_kv(layer, batch),))  # fmt: skip
+            home = (self.disk_kv(layer, batch),)
+            yield self.kv_op(Kind.WRITE_KV, where, tokens, (staged,), home)
 
     # ---- compute --------------------------------------------------------------------------
 
-    def load_hidden(self, i: int, k: int) -> Iterator[Op]:
-        """Fetch a batch's hidden states where activations live on the host."""
-        if self.acts_move and i > 0:
-            yield self.move_hidden(Kind.LOAD_ACT, self.stages[i], k)
-
-    def move_hidden(self, kind: Kind, stage: _Stage, k: int) -> Op:
+    def move_hidden(self, kind: Kind, i: int, k: int) -> Op:
+        """Move a batch's hidden states where activations live on the host."""
+        stage, rows = self.stages[i], self.n_new[k] + self.now.n_recompute[k]
         home, slot = Slot(f"host/hidden/b{k}", Tier.HOST), self.hidden(k)
-        load = kind is Kind.LOAD_ACT
-        part = 1 if stage.scope is Scope.MLP else 0
-        rows = self.n_new[k] + self.now.n_recompute[k]
-        return Op(kind, self.g, self.s, stage.layer, k, part, n_seqs=self.batches[k].n_seqs,
-                  stop=rows, reads=(home if load else slot,),
-                  writes=(slot if load else home,))  # fmt: skip
+        source, target = (home, slot) if kind is Kind.LOAD_ACT else (slot, home)
+        part = int(stage.scope is Scope.MLP)
+        return self.act_op(kind, stage.layer, k, part, Scope.LAYER, rows, (source,), (target,))
 
     def compute(self, i: int, k: int) -> Iterator[Op]:
-        stage = self.stages[i]
-        weights, hidden = self.weight_slot(self.s, i), self.hidden(k)
-        amount = {
-            "n_seqs": self.batches[k].n_seqs,
-            "n_new": self.n_new[k],
-            "n_recompute": self.now.n_recompute[k],
-            "n_ctx": self.n_ctx[k],
-        }
-        ids = (self.g, self.s, stage.layer, k)
-        reads, writes = [weights, hidden], [hidden]
-        if self.streamed[i] and self.ctx.placement.weight_bytes(
-            self.ctx.model, stage.layer, stage.scope, "gpu"
-        ):
-            reads.append(Slot(f"gpu/weights/l{stage.layer}", Tier.GPU))
+        """One batch through one stage."""
+        stage, hidden = self.stages[i], self.hidden(k)
+        reads: Slots = (self.weight_slot(self.s, i), hidden)
+        writes: Slots = (hidden,)
+        if self.partly_resident[i]:
+            reads = (*reads, Slot(f"gpu/weights/l{stage.layer}", Tier.GPU))
         if not self.how.kv_pinned:
-            reads.append(THREAD)
+            reads = (*reads, THREAD)
         if stage.attends and self.cpu_attends:
-            yield from self.attend_on_cpu(ids, amount, tuple(reads))
-        else:
-            if stage.attends:
-                writes.append(self.kv_out(stage.layer, k))
-                if self.kv.gpu > 0:
-                    resident = self.resident_kv(stage.layer, k)
-                    reads.append(resident)
-                    if resident not in writes:
-                        writes.append(resident)
-                if self.kv.streamed > 0 and self.n_ctx[k] > self.now.n_recompute[k]:
-                    reads.append(self.kv_in(self.s, stage.layer, k))
-            attention = self.how.attention
-            if attention is Attention.CPU:
-                attention = Attention.UNFUSED  # prefill of an engine that attends on the CPU
-            yield Op(Kind.FORWARD, *ids, scope=stage.scope, attention=attention, **amount,
-                     reads=tuple(reads), writes=tuple(writes))  # fmt: skip
-        if self.acts_move and i + 1 < len(self.stages):
-            yield self.move_hidden(Kind.STORE_ACT, stage, k)
+            yield from self.attend_on_cpu(stage.layer, k, reads)
+            return
+        if stage.attends:
+            writes = (hidden, self.kv_out(stage.layer, k))
+            if self.kv.gpu > 0:
+                resident = self.resident_kv(stage.layer, k)
+                reads = (*reads, resident)
+                writes = writes if resident in writes else (*writes, resident)
+            if self.kv.streamed > 0 and self.n_ctx[k] > self.now.n_recompute[k]:
+                reads = (*reads, self.kv_in(self.s, stage.layer, k))
+        attention = self.how.attention
+        if attention is Attention.CPU:
+            attention = Attention.UNFUSED  # the prefill of an engine that decodes on the CPU
+        yield self.forward_op(stage.layer, k, stage.scope, attention, reads, writes)
 
-    def attend_on_cpu(
-        self, ids: tuple[int, int, int, int], amount: dict[str, int], reads: tuple[Slot, ...]
-    ) -> Iterator[Op]:
+    def attend_on_cpu(self, layer: int, k: int, reads: Slots) -> Iterator[Op]:
         """Project on the GPU, attend where the KV lies, bring the output back."""
-        layer, k = ids[2], ids[3]
-        hidden, n_seqs = self.hidden(k), amount["n_seqs"]
+        hidden, projected = self.hidden(k), self.kv_out(layer, k)
         queries, output = Slot(f"host/queries/b{k}", Tier.HOST), Slot(f"host/out/b{k}", Tier.HOST)
         attended = Slot(f"gpu/attended/b{k}", Tier.GPU)
-        yield Op(Kind.FORWARD, *ids, scope=Scope.QKV, attention=Attention.CPU, **amount,
-                 reads=reads, writes=(hidden, self.kv_out(layer, k)))  # fmt: skip
-        rows = {"n_seqs": n_seqs, "stop": 1}
-        yield Op(Kind.STORE_ACT, *ids, 2, scope=Scope.QKV, **rows,
-                 reads=(hidden, self.kv_out(layer, k)), writes=(queries,))  # fmt: skip
-        yield Op(Kind.CPU_ATTEND, *ids, n_seqs=n_seqs, stop=self.n_ctx[k], n_new=1,
-                 n_ctx=self.n_ctx[k], attention=Attention.CPU,
-                 reads=(queries, self.host_kv(layer, k)), writes=(output,))  # fmt: skip
-        yield Op(Kind.LOAD_ACT, *ids, 3, scope=Scope.OUTPUT, **rows, reads=(output,),
-                 writes=(attended,))  # fmt: skip
-        yield Op(Kind.FORWARD, *ids, scope=Scope.OUTPUT, attention=Attention.CPU, **amount,
-                 reads=(*reads, attended), writes=(hidden,))  # fmt: skip
+        on_cpu = Attention.CPU
+        yield self.forward_op(layer, k, Scope.QKV, on_cpu, reads, (hidden, projected))
+        yield self.act_op(
+            Kind.STORE_ACT, layer, k, 2, Scope.QKV, 1, (hidden, projected), (queries,)
+        )
+        yield Op(
+            Kind.CPU_ATTEND,
+            self.g,
+            self.s,
+            layer,
+            k,
+            n_seqs=self.batches[k].n_seqs,
+            stop=self.n_ctx[k],
+            n_new=1,
+            n_ctx=self.n_ctx[k],
+            attention=on_cpu,
+            reads=(queries, self.host_kv(layer, k)),
+            writes=(output,),
+        )
+        yield self.act_op(Kind.LOAD_ACT, layer, k, 3, Scope.OUTPUT, 1, (output,), (attended,))
+        yield self.forward_op(layer, k, Scope.OUTPUT, on_cpu, (*reads, attended), (hidden,))

@@ -7,14 +7,14 @@ added: memory stays that of the largest block however long the job is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import fmean
 
 from policies.cost.model import CostModel
 from policies.drive import Decision, Policy, drive
 from policies.errors import Infeasible, OutOfMemory
-from policies.placement import Placement
+from policies.placement import Placement, block_kv_bytes
 from policies.plan.memory import Buffers, block_pools, check_run, run_pools
 from policies.plan.op import Lane, Op
 from policies.spec.hardware import HardwareProfile
@@ -79,8 +79,9 @@ class RunResult:
 
 @dataclass(slots=True)
 class _Tally:
-    """What a run accumulates over its blocks."""
+    """What a run accumulates over its blocks; spans as long as ``mode`` may want them whole."""
 
+    mode: str
     lane_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
     busy_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
     waits_s: dict[Category, float] = field(default_factory=lambda: dict.fromkeys(Category, 0.0))
@@ -118,7 +119,8 @@ class _Tally:
         self.n_ops += len(ops)
 
     def _keep(self, spans: tuple[Span, ...]) -> None:
-        if self.n_ops <= AUTO_TRACE_OPS:
+        whole = self.mode == "full" or (self.mode == "auto" and self.n_ops <= AUTO_TRACE_OPS)
+        if whole or not self.spans:
             self.spans.extend(spans)
 
 
@@ -197,11 +199,11 @@ def _execute(
     decided: list[tuple[int, int, Decision]] = []
     ops = drive(spec.policy, blocks, belief, lambda g, s, d: decided.append((g, s, d)))
     backend = SimBackend(plant, spec.hardware.duplex)
-    tally = _Tally()
+    tally = _Tally(spec.trace)
     for index, group in groupby(ops, key=lambda op: op.block):
         tally.add(blocks[index], backend, plant, list(group))
         progress(index + 1, len(blocks))
-    spans, mode = _trace(tally, spec.trace)
+    spans, mode = _trace(tally)
     record = _amend(
         base,
         **_time_columns(tally, job),
@@ -213,11 +215,11 @@ def _execute(
     return RunResult(record, tuple(_decisions(decided, blocks)), spans, job)
 
 
-def _trace(tally: _Tally, mode: str) -> tuple[tuple[Span, ...], str]:
+def _trace(tally: _Tally) -> tuple[tuple[Span, ...], str]:
     """The spans to keep and what they are called in the record."""
-    if mode == "none":
+    if tally.mode == "none":
         return (), "none"
-    if mode == "full" or tally.n_ops <= AUTO_TRACE_OPS:
+    if tally.mode == "full" or tally.n_ops <= AUTO_TRACE_OPS:
         return tuple(tally.spans), "full"
     first = tally.spans[0].key.split("/")[1]
     kept = []
@@ -229,8 +231,6 @@ def _trace(tally: _Tally, mode: str) -> tuple[tuple[Span, ...], str]:
 
 
 def _amend(record: RunRecord, **columns: object) -> RunRecord:
-    from dataclasses import replace
-
     return replace(record, **columns)  # type: ignore[arg-type]
 
 
@@ -253,8 +253,6 @@ def _placement_columns(
     model: ModelSpec, placement: Placement, blocks: tuple[Block, ...]
 ) -> dict[str, object]:
     """Effective shares: weights by bytes, KV by the bytes of all blocks."""
-    from policies.placement import block_kv_bytes
-
     total = sum(model.layer_bytes(i) for i in range(model.n_layers))
     kv = [block_kv_bytes(model, block) for block in blocks]
     columns: dict[str, object] = {}

@@ -19,7 +19,10 @@ GENERATED = ("narrativeqa", "finqa", *TASKS)
 
 
 def shipped(name: str) -> LengthTrace:
-    """Sample that the package ships: 3,032 turns of whole ShareGPT conversations."""
+    """Sample that the package ships: 3,032 turns of whole ShareGPT V3 conversations.
+
+    Counts only, in Llama-3 tokens; stratified by total length of the conversation.
+    """
     if name not in SHIPPED:
         raise ValueError(f"name: {name!r} must be one of {', '.join(SHIPPED)}")
     with as_file(files("sim") / "data" / f"{name}_turns_sample.csv") as path:

@@ -99,13 +99,7 @@ class CostModel:
 
     @staticmethod
     def _pageable(op: Op) -> bool:
-        for slot in op.reads:
-            if slot.tier is Tier.HOST and not slot.pinned:
-                return True
-        for slot in op.writes:
-            if slot.tier is Tier.HOST and not slot.pinned:
-                return True
-        return False
+        return any(s.tier is Tier.HOST and not s.pinned for s in (*op.reads, *op.writes))
 
     def _price(self, op: Op) -> float:
         hardware = self.hardware
@@ -213,11 +207,9 @@ class CostModel:
             self.extrapolated.add("attention_decode")
         kv = op.n_seqs * keys * self.model.kv_bytes_per_token_layer
         read = kv / hardware.attention_decode(keys)
-        if queries == 1:
-            # One query a sequence reads the cache once; MLA's shared latent makes even that
-            # compute-heavy, so the window rate bounds it too.
-            if not self.model.kv_latent_dim:
-                return read
+        if queries == 1 and not self.model.kv_latent_dim:
+            return read
+        # All heads of MLA share one latent, so even one query a sequence computes a lot.
         shared = queries * (self.model.n_heads if self.model.kv_latent_dim else 1)
         return max(read, flops / self._window_rate(shared, keys))
 

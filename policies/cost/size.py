@@ -21,8 +21,7 @@ def piece(total: int, part: int, n_parts: int) -> int:
 
 
 def act_elems(model: ModelSpec, scope: Scope) -> int:
-    """Elements per token of what moves: a layer's input, the projected Q, K and V, or the
-    attention output."""
+    """Elements per token of a layer's input, the projected Q, K and V, or attention's output."""
     if scope is Scope.QKV:
         return model.n_heads * model.qk_dim + model.kv_elems_per_token_layer
     if scope is Scope.OUTPUT:

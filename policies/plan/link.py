@@ -22,7 +22,7 @@ _N_LANES = len(Lane)
 class LinkedOp(NamedTuple):
     """An op at position ``index`` of the plan and the positions that must end before it starts."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody calls
     op: Op
     deps: tuple[int, ...]
 

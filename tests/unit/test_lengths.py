@@ -200,7 +200,7 @@ def test_generated_documents_match_the_published_statistics(
     assert np.median(trace.kappa_ratio) == pytest.approx(kappa, rel=0.05)
     assert np.quantile(trace.kappa_ratio, [0.25, 0.75]) == pytest.approx(iqr, rel=0.06)
     assert np.mean(trace.prompt_tokens) == pytest.approx(prompt, rel=0.01)
-    assert np.mean(trace.response_tokens) == pytest.approx(response, rel=0.01)
+    assert np.mean(trace.response_tokens) == pytest.approx(response, rel=0.02)
 
 
 @pytest.mark.parametrize(
