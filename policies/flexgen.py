@@ -43,7 +43,14 @@ class FlexGen:
             raise ValueError(
                 f"policy.attention: {self.attention!r} is none of {', '.join(Attention)}"
             )
+        if self.attention == "cpu" and not self.sep_layer:
+            raise ValueError("policy.sep_layer: false must be true with policy.attention=cpu")
         if self.percent is not None:
+            if self.attention == "cpu" and len(self.percent) > 2 and self.percent[2] > 0:
+                raise ValueError(
+                    f"policy.percent: {self.percent[2]} % of the KV on the GPU must be 0 with "
+                    "policy.attention=cpu"
+                )
             object.__setattr__(self, "percent", tuple(self.percent))
             if self.placement != "host":
                 raise ValueError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from policies.drive import Decision, StepContext
 from policies.plan.op import Attention, Kind, Op, Scope, Slot, Tier
@@ -27,8 +28,8 @@ class Zigzag:
     """Variants of the schedule.
 
     ``sep_layer``: attention and MLP are separate layers. ``kv_pinned`` false: KV travels through a
-    pinned relay by host copies, keys and values apart, and a load's host copy holds up the compute
-    issued after it. ``attention=CPU``: decode attention runs on the CPU over the host KV.
+    pinned relay by host copies, in two halves, and a load's host copy holds up the compute issued
+    after it. ``attention=CPU``: decode attention runs on the CPU over the host KV.
     """
 
     sep_layer: bool = False
@@ -74,23 +75,22 @@ class _Step:
         self.n_layers = ctx.model.n_layers
         scopes = (Scope.ATTENTION, Scope.MLP) if how.sep_layer else (Scope.LAYER,)
         self.stages = [_Stage(i, scope) for i in range(self.n_layers) for scope in scopes]
-        placement, model = ctx.placement, ctx.model
-        self.streamed = [
-            placement.streamed_bytes(model, stage.layer, stage.scope) > 0 for stage in self.stages
-        ]
-        self.from_disk = [
-            placement.weight_bytes(model, stage.layer, stage.scope, "disk") > 0
-            for stage in self.stages
-        ]
+        held = {
+            tier: [ctx.belief.weight_bytes(t.layer, t.scope, tier) for t in self.stages]
+            for tier in ("gpu", "host", "disk")
+        }
+        away = zip(held["host"], held["disk"], strict=True)
+        self.streamed = [on_host + on_disk > 0 for on_host, on_disk in away]
+        self.from_disk = [on_disk > 0 for on_disk in held["disk"]]
         self.partly_resident = [
-            streams and placement.weight_bytes(model, stage.layer, stage.scope, "gpu") > 0
-            for streams, stage in zip(self.streamed, self.stages, strict=True)
+            streams and on_gpu > 0
+            for streams, on_gpu in zip(self.streamed, held["gpu"], strict=True)
         ]
         self.n_streamed = sum(self.streamed)
         # Position of each stage among the streamed ones: consecutive loads alternate slots.
-        self.turn = [sum(self.streamed[:i]) for i in range(len(self.stages))]
-        self.kv = placement.kv[self.g]
-        self.acts_move = placement.act.host > 0
+        self.turn = list(accumulate(self.streamed, initial=0))
+        self.kv = ctx.placement.kv[self.g]
+        self.acts_move = ctx.placement.act.host > 0
         self.n_ctx = ctx.n_ctx()
         self.n_new = tuple(b.prompt_len if ctx.is_prefill else 1 for b in self.batches)
         self.cpu_attends = how.attention is Attention.CPU and not ctx.is_prefill
@@ -324,7 +324,7 @@ class _Step:
         if self.how.kv_pinned:
             yield self.kv_op(Kind.LOAD_KV, where, tokens, sources, (slot,))
             return
-        for half in (0, 1):  # keys, then values: the second copy overlaps the first transfer
+        for half in (0, 1):  # two copies: the second overlaps the first transfer
             relay = Slot(f"host/relay in/{slot.name}/{half}", Tier.HOST)
             part = (half, 2)
             yield self.kv_op(Kind.HOST_COPY, where, tokens, sources, (relay, THREAD), part)

@@ -2,8 +2,9 @@
 
 A mixed-integer solver proves the least objective; it does not say *which* of several optimal
 decisions is returned, and that depends on its version. So the decision never comes from its
-variables: the dynamic program over the cycle of batches walks the optimal decisions and takes the
-one that the tie-break of ``policies.ilp`` names, and the two optima must agree to the unit.
+variables: the dynamic program of ``policies.chain`` walks the optimal decisions and takes the one
+that the tie-break of ``policies.ilp`` names, and the two optima must agree to the unit. Both get
+the program after the same pruning by bounds, which removes no optimal decision.
 
 Only this module imports gurobipy, and only when a solve asks for it.
 """
@@ -148,9 +149,7 @@ def _value_of(
     ]
     slices = [round(v) for v in values[program.n_choices : program.n_choices + n]]
     if sum(slices) != exact.n_slices:
-        raise SolverUnavailableError(
-            name, f"returned slices {slices}, not {exact.n_slices} in total"
-        )
+        raise SolverStoppedError(name, f"returned slices {slices}, not {exact.n_slices} in total")
     return exact.value(indices, slices)
 
 

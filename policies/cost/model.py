@@ -87,6 +87,15 @@ class CostModel:
             value = self._seconds[key] = self._price(op)
         return value
 
+    def weight_bytes(self, layer: int, scope: Scope, tier: str) -> int:
+        """Bytes of a layer's weights (or of a part) whose home is ``tier``; see ``Placement``."""
+        key = (self._layer_class[layer], scope, tier)
+        value = self._nbytes.get(key)
+        if value is None:
+            value = self.placement.weight_bytes(self.model, layer, scope, tier)
+            self._nbytes[key] = value
+        return value
+
     def _transfer_key(self, op: Op) -> tuple[object, ...]:
         layer, kv = self._layer_class[op.layer], self._kv_class[op.block]
         piece = op.part % op.n_parts
@@ -99,7 +108,10 @@ class CostModel:
 
     @staticmethod
     def _pageable(op: Op) -> bool:
-        return any(s.tier is Tier.HOST and not s.pinned for s in (*op.reads, *op.writes))
+        for slot in (*op.reads, *op.writes):
+            if slot.tier is Tier.HOST and not slot.pinned:
+                return True
+        return False
 
     def _price(self, op: Op) -> float:
         hardware = self.hardware

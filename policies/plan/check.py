@@ -21,6 +21,7 @@ UNIQUE = "L3 keys: each key occurs once in a plan"
 KV_COVERAGE = "L4 KV coverage: the sources of a forward cover tokens 0..n_ctx exactly once"
 WEIGHT_COVERAGE = "L5 weight coverage: a forward's slot holds all of its layer's weights"
 UNSTORED = "L4 KV coverage: only stored tokens can be loaded"
+UNREAD = "L4 KV coverage: tokens at home on disk are read before they are used"
 UNCOMPUTED = "L4 KV coverage: only tokens that the slot holds can be stored"
 UNWRITTEN = "slots: a slot is written before it is read"
 PAST_END = "L15: no op works for a step past the last one"
@@ -78,7 +79,7 @@ class PlanChecker:
         self._model, self._placement = model, placement
         self._last_step = {block.index: block.max_new - 1 for block in blocks}
         self._keys: set[str] = set()
-        self._weights: dict[Slot, tuple[tuple[int, int], dict[Scope, set[int]], int]] = {}
+        self._weights: dict[Slot, tuple[tuple[int, int, int], dict[Scope, set[int]], int]] = {}
         self._kv: dict[Slot, _Held] = {}
         self._written: set[Slot] = set()
 
@@ -103,15 +104,13 @@ class PlanChecker:
         elif op.kind is Kind.HOST_COPY:
             self._move_kv(op, load=op.part < op.n_parts)
         elif op.kind is Kind.CPU_ATTEND:
-            held = self._held(op.reads, op)
-            if not all(_tiles(ranges, op.n_ctx) for ranges in held):
-                raise PlanError(key, KV_COVERAGE)
+            self._attend_at_home(op)
         elif op.kind is Kind.FORWARD and op.layer < self._model.n_layers:
             self._forward(op)
         self._written.update(op.writes)
 
     def _load_weight(self, op: Op) -> None:
-        owner = (op.step, op.layer)
+        owner = (op.block, op.step, op.layer)
         for slot in op.writes:
             if slot.tier is not Tier.GPU:
                 continue
@@ -128,11 +127,31 @@ class PlanChecker:
                     out[piece].extend(ranges)
         return out
 
+    def _attend_at_home(self, op: Op) -> None:
+        """Attention where the KV lies: host and disk hold parts of the same tokens."""
+        self._check_read(op)
+        for slot in op.reads:
+            if slot in self._kv:
+                held = self._kv[slot].covered(op)
+                if not all(_contains(ranges, (0, op.n_ctx)) for ranges in held):
+                    raise PlanError(op.key, KV_COVERAGE)
+        if op.n_ctx and not any(slot in self._kv for slot in op.reads):
+            raise PlanError(op.key, KV_COVERAGE)
+
+    def _check_read(self, op: Op) -> None:
+        """Who uses a batch's host home needs what the disk holds of it, too."""
+        at_home = [slot for slot in op.reads if slot.name.startswith("host/kv/")]
+        if at_home and self._placement.kv[op.block].disk > 0:
+            if not any(s in self._kv for s in op.reads if s not in at_home):
+                raise PlanError(op.key, UNREAD)
+
     def _move_kv(self, op: Op, *, load: bool) -> None:
         span = (op.start, op.stop)
         # Reads from disk and host name the same tokens twice: each source must hold the range.
         sources = [slot for slot in op.reads if slot in self._kv]
         rule = UNSTORED if load else UNCOMPUTED
+        if load:
+            self._check_read(op)
         if not sources:
             raise PlanError(op.key, rule)
         for slot in sources:
@@ -143,16 +162,17 @@ class PlanChecker:
             if "kv" not in slot.name:
                 continue  # the issuing thread
             home = slot.name.startswith(("host/kv/", "disk/kv/"))
-            halves = op.n_parts == 2 and slot.tier is Tier.GPU
+            halves = op.n_parts == 2 and "relay" not in slot.name  # a relay is of one half
             keep = home or (halves and op.part % 2 == 1)
             self._kv.setdefault(slot, _Held()).add(op, span, keep=keep)
 
     def _forward(self, op: Op) -> None:
         if op.scope in (Scope.LAYER, Scope.ATTENTION):
-            held = self._held(op.reads, op)
             tail = (op.n_ctx - op.n_recompute, op.n_ctx)
-            if not all(_tiles([*ranges, tail], op.n_ctx) for ranges in held):
-                raise PlanError(op.key, KV_COVERAGE)
+            for slots in self._sources(op):
+                held = self._held(slots, op)
+                if not all(_tiles([*ranges, tail], op.n_ctx) for ranges in held):
+                    raise PlanError(op.key, KV_COVERAGE)
         if op.scope in (Scope.LAYER, Scope.ATTENTION, Scope.QKV):
             computed = (op.n_ctx - op.n_recompute, op.n_ctx + op.n_new)
             for slot in op.writes:
@@ -160,6 +180,14 @@ class PlanChecker:
                     resident = slot.name.startswith("gpu/kv/")
                     self._kv.setdefault(slot, _Held()).add(op, computed, keep=resident)
         self._check_weights(op)
+
+    def _sources(self, op: Op) -> list[list[Slot]]:
+        """Slots that together hold each sequence's KV: some sequences live on the GPU, some not."""
+        shares = self._placement.kv[op.block]
+        resident = [slot for slot in op.reads if slot.name.startswith("gpu/kv/")]
+        streamed = [slot for slot in op.reads if slot not in resident]
+        groups = [(shares.gpu, resident), (shares.streamed, streamed)]
+        return [slots for share, slots in groups if share > 0]
 
     def _check_weights(self, op: Op) -> None:
         need = {
@@ -174,7 +202,7 @@ class PlanChecker:
 
     def _slot_has(self, slot: Slot, op: Op, scope: Scope) -> bool:
         held = self._weights.get(slot)
-        if held is None or held[0] != (op.step, op.layer):
+        if held is None or held[0] != (op.block, op.step, op.layer):
             return False
         return any(len(held[1].get(s, ())) == held[2] for s in (scope, Scope.LAYER))
 

@@ -82,18 +82,16 @@ def block_pools(
     per_layer = model.kv_bytes_per_token_layer
     total = block_kv_bytes(model, block)
     full = max(b.n_seqs * (b.prompt_len + block.max_new - 1) for b in block.batches) * per_layer
-    prompt = max(b.n_seqs * b.prompt_len for b in block.batches) * per_layer
     hidden = sum(b.n_seqs * b.prompt_len for b in block.batches) * model.d_model
     g = f"block {block.index}"
     on_gpu = round(total * kv.gpu)
-    streams = kv.streamed > 0
     pools = [
         Pool(f"{g}: resident KV", Tier.GPU, on_gpu),
         Pool(f"{g}: KV load slots", Tier.GPU, round(buffers.kv_in_slots * full * kv.streamed)),
         Pool(
             f"{g}: KV store slots",
             Tier.GPU,
-            round(buffers.kv_out_slots * prompt * kv.streamed) if streams else 0,
+            round(buffers.kv_out_slots * full * kv.streamed),
         ),
         Pool(
             f"{g}: hidden states",
@@ -163,17 +161,24 @@ def place(
     """Placement by name: ``host``, or ``auto``, which fills spare GPU memory with whole layers."""
     if mode not in ("host", "auto"):
         raise ValueError(f"policy.placement: {mode!r} is neither 'host' nor 'auto'")
-    extra = buffers.relay_bytes
 
     def with_resident(n: int) -> Placement:
-        return host_placement(
-            model,
-            hardware,
-            blocks,
-            kv_on_gpu=kv_on_gpu,
-            resident_layers=n,
-            host_buffer_bytes=extra,
-        )
+        # What goes to disk needs staging in host memory, which pushes more to disk: repeat until
+        # the room set aside is enough. Staging is whole bytes, grows and is bounded, so this ends.
+        aside = 0
+        while True:
+            placement = host_placement(
+                model,
+                hardware,
+                blocks,
+                kv_on_gpu=kv_on_gpu,
+                resident_layers=n,
+                host_buffer_bytes=aside,
+            )
+            need = _host_buffer_bytes(model, placement, buffers, blocks)
+            if need <= aside:
+                return placement
+            aside = need
 
     if mode == "host":
         return with_resident(0)
@@ -181,6 +186,24 @@ def place(
     while n > 0 and not _gpu_fits(model, hardware, with_resident(n), buffers, blocks):
         n -= 1
     return with_resident(n)
+
+
+def _host_buffer_bytes(
+    model: ModelSpec, placement: Placement, buffers: Buffers, blocks: Sequence[Block]
+) -> int:
+    """Host memory besides the homes of weights and KV: relays, staging, and rounding of shares."""
+    homes = {"weights", *(f"block {block.index}: KV" for block in blocks)}
+    held = run_pools(model, placement, buffers)
+    staged = sum(p.nbytes for p in held if p.tier is Tier.HOST and p.name not in homes)
+    most = max(
+        sum(
+            p.nbytes
+            for p in block_pools(model, placement, buffers, block)
+            if p.tier is Tier.HOST and p.name not in homes
+        )
+        for block in blocks
+    )
+    return staged + most + model.n_layers + 1  # a home is rounded up by less than a byte a layer
 
 
 def _gpu_fits(

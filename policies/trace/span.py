@@ -45,8 +45,12 @@ class KeyParts(NamedTuple):
 
 def parse_key(key: str) -> KeyParts:
     """Numbers of an op key; ``ValueError`` if it has another form."""
-    fields = key.split("/")
-    if len(fields) != 6 or any(f[:1] != c for f, c in zip(fields[1:], "gslbp", strict=False)):
-        raise ValueError(f"key: {key!r} is not of the form kind/g0/s0/l0/b0/p0")
-    numbers = [int(field[1:]) for field in fields[1:]]
-    return KeyParts(fields[0], *numbers)
+    try:
+        kind, g, s, layer, batch, part = key.split("/")
+        if g[0] + s[0] + layer[0] + batch[0] + part[0] == "gslbp":
+            return KeyParts(
+                kind, int(g[1:]), int(s[1:]), int(layer[1:]), int(batch[1:]), int(part[1:])
+            )
+    except (ValueError, IndexError):
+        pass
+    raise ValueError(f"key: {key!r} is not of the form kind/g0/s0/l0/b0/p0")

@@ -90,6 +90,19 @@ def flat(value, n_batches, n_slices):
     return SlotProblem(((0, 1, 2),) * n_batches, times, times, times, value, 0.0, n_slices)
 
 
+# (2, 1) with the slice on batch 0 ties with (1, 2) and the slice on batch 1: the slice decides.
+EARLY_SLICE = SlotProblem(
+    ((0, 1, 2), (0, 1, 2)),
+    ((3.0, 3.0, 1.0), (3.0, 3.0, 2.0)),
+    ((3.0, 0.0, 3.0), (2.0, 1.0, 3.0)),
+    ((0.0,) * 3,) * 2,
+    1.0,
+    0.0,
+    1,
+)
+
+
+@example(EARLY_SLICE)
 @example(flat(1.0, 3, 3))
 @example(flat(0.0, 3, 3))
 @example(flat(1.0, 1, 2))

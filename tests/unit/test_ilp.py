@@ -166,7 +166,7 @@ def test_pruning_drops_candidates_and_keeps_the_decision():
 # ---- refinement ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_candidates", [7, 9, 33])
+@pytest.mark.parametrize("max_candidates", [9, 15, 33])
 def test_plan_ends_at_the_best_token(max_candidates):
     n_max = (150, 90, 1, 0)
     calls = []
@@ -202,7 +202,7 @@ def test_plan_with_no_token_to_recompute_places_slices():
 
 @pytest.mark.parametrize(
     ("n_max", "max_candidates", "message"),
-    [((), 33, "n_max"), ((4, -1), 33, "n_max"), ((4,), 6, "max_candidates: 6")],
+    [((), 33, "n_max"), ((4, -1), 33, "n_max"), ((4,), 8, "max_candidates: 8")],
 )
 def test_plan_names_bad_arguments(n_max, max_candidates, message):
     with pytest.raises(ValueError, match=message):
