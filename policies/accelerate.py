@@ -151,6 +151,7 @@ class Accelerate:
             b,
             part,
             scope=scope,
-            reads=(source,),
+            # Copies and kernels share a stream: a load waits for the LM head, which reads no slot.
+            reads=(source, Slot(f"gpu/hidden/b{b}", Tier.GPU)),
             writes=(_SLOT,),
         )

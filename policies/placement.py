@@ -104,7 +104,7 @@ def host_placement(
     away = Shares(0.0, 1.0 - weights_on_disk, weights_on_disk)
     layers = tuple((ON_GPU, ON_GPU) if i < resident_layers else (away, away)
                    for i in range(model.n_layers))  # fmt: skip
-    room -= streamed * away.host
+    room = max(0.0, room - streamed * away.host)  # what weights fill leaves a rounding error
     kv = []
     for block in blocks:
         need = block_kv_bytes(model, block)

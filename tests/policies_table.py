@@ -234,14 +234,10 @@ def fits(policy: Policy, scenario: Scenario) -> bool:
     return True
 
 
-CASES = [
-    (p, s) for s in SCENARIOS for p in POLICIES if fits(POLICIES[p], SCENARIOS[s])
-]
+CASES = [(p, s) for s in SCENARIOS for p in POLICIES if fits(POLICIES[p], SCENARIOS[s])]
 
 
-def planned(
-    policy: Policy, scenario: Scenario, belief: HardwareProfile | None = None
-) -> Planned:
+def planned(policy: Policy, scenario: Scenario, belief: HardwareProfile | None = None) -> Planned:
     """Plan a scenario with a policy that believes in ``belief`` (None: in its machine)."""
     hardware = scenario.machine(policy)
     blocks = policy.blocks(scenario.blocks)

@@ -26,6 +26,9 @@ UNCOMPUTED = "L4 KV coverage: only tokens that the slot holds can be stored"
 UNWRITTEN = "slots: a slot is written before it is read"
 PAST_END = "L15: no op works for a step past the last one"
 
+# Transfer buffers start empty; homes of weights and KV and the first hidden states do not.
+_START_EMPTY = ("weight slot", "kv in", "relay", "staging")
+
 Range = tuple[int, int]
 
 
@@ -92,8 +95,7 @@ class PlanChecker:
         if op.step > self._last_step[op.block]:
             raise PlanError(key, PAST_END)
         for slot in op.reads:
-            # Transfer slots start empty; homes of weights and the first hidden states do not.
-            if slot.tier is Tier.GPU and "slot" in slot.name and slot not in self._written:
+            if slot not in self._written and any(word in slot.name for word in _START_EMPTY):
                 raise PlanError(key, UNWRITTEN)
         if op.kind is Kind.LOAD_WEIGHT:
             self._load_weight(op)
@@ -110,6 +112,9 @@ class PlanChecker:
         self._written.update(op.writes)
 
     def _load_weight(self, op: Op) -> None:
+        on_disk = self._placement.weight_bytes(self._model, op.layer, op.scope, "disk")
+        if on_disk and not any("staging" in slot.name for slot in op.reads):
+            raise PlanError(op.key, WEIGHT_COVERAGE)
         owner = (op.block, op.step, op.layer)
         for slot in op.writes:
             if slot.tier is not Tier.GPU:
@@ -141,9 +146,9 @@ class PlanChecker:
     def _check_read(self, op: Op) -> None:
         """Who uses a batch's host home needs what the disk holds of it, too."""
         at_home = [slot for slot in op.reads if slot.name.startswith("host/kv/")]
-        if at_home and self._placement.kv[op.block].disk > 0:
-            if not any(s in self._kv for s in op.reads if s not in at_home):
-                raise PlanError(op.key, UNREAD)
+        read = any(slot in self._kv for slot in op.reads if slot not in at_home)
+        if at_home and not read and self._placement.kv[op.block].disk > 0:
+            raise PlanError(op.key, UNREAD)
 
     def _move_kv(self, op: Op, *, load: bool) -> None:
         span = (op.start, op.stop)

@@ -38,7 +38,10 @@ def test_components_of_one_footprint():
 @pytest.mark.parametrize(("name", "n_seqs", "n_tokens", "printed"), PUBLISHED)
 def test_exact_count_differs_by_the_position_table_and_norms_only(name, n_seqs, n_tokens, printed):
     model = load(name)
-    exact, paper = exact_footprint(model, n_seqs, n_tokens), paper_footprint(model, n_seqs, n_tokens)
+    exact, paper = (
+        exact_footprint(model, n_seqs, n_tokens),
+        paper_footprint(model, n_seqs, n_tokens),
+    )
     assert exact.kv_bytes == paper.kv_bytes
     assert exact.hidden_bytes == paper.hidden_bytes
     d, layers = model.d_model, model.n_layers

@@ -1,0 +1,185 @@
+"""Command line: measure a machine, fit a profile, check it for drift, compare it with real runs.
+
+    python -m calibrate measure --device cuda --out my-gpu.jsonl
+    python -m calibrate fit my-gpu.jsonl --name my-gpu
+    python -m calibrate drift conf/hardware/my-gpu.yaml
+    python -m calibrate compare traces/ --name my-gpu
+    python -m calibrate import linkbench linkbench.json --out other.jsonl
+
+``measure`` and ``drift`` need torch, numpy, scipy, PyYAML and rich; only ``fit`` and ``compare``
+need matplotlib, and only ``compare`` needs the simulator. Exit code 1: a profile drifted or a
+comparison failed; 2: wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    args = _parser().parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        code: int = args.run(args, console)
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"calibrate {args.command}: {error}", style="red", markup=False)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m calibrate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("measure", help="measure this machine into a file of records")
+    _add_device(one)
+    one.add_argument("--out", type=Path, required=True, help="file to append points to")
+    one.add_argument("--only", default="", help="sections or groups, separated by commas")
+    one.add_argument("--grid", choices=("auto", "full", "small", "tiny"), default="auto")
+    one.set_defaults(run=_measure)
+
+    one = commands.add_parser("fit", help="fit a hardware profile to a file of records")
+    one.add_argument("points", type=Path)
+    one.add_argument("--name", required=True, help="name of the profile and of its file")
+    one.add_argument("--out", type=Path, default=Path("conf/hardware"), help="folder to write to")
+    one.set_defaults(run=_fit)
+
+    one = commands.add_parser("drift", help="whether a profile still fits this machine")
+    one.add_argument("profile", type=Path, help="YAML file of the profile")
+    _add_device(one)
+    one.add_argument("--grid", choices=("auto", "full", "small", "tiny"), default="auto")
+    one.set_defaults(run=_drift)
+
+    one = commands.add_parser("import", help="turn another tool's measurement into records")
+    one.add_argument("tool", choices=("linkbench",))
+    one.add_argument("file", type=Path)
+    one.add_argument("--out", type=Path, required=True)
+    one.set_defaults(run=_import)
+    return parser
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--budget-s", type=float, default=240.0, help="stop after this time")
+    parser.add_argument("--disk-dir", type=Path, help="folder on the disk to measure")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _bench(args: argparse.Namespace, disk_dir: Path | None):  # type: ignore[no-untyped-def]
+    from calibrate.bench import Bench
+
+    tiny = args.grid == "tiny"
+    quick = args.device == "cpu"
+    return Bench(
+        device=args.device,
+        disk_dir=disk_dir,
+        seed=args.seed,
+        min_s=0.5e-3 if tiny else 5e-3 if quick else 4e-3,
+        n_repeats=3 if tiny else 5 if quick else 7,
+        heat_s=0.0 if tiny else 0.15,
+    )
+
+
+def _preset(args: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from calibrate.grid import PRESETS
+
+    auto = "full" if args.device == "cuda" else "small"
+    return PRESETS[auto if args.grid == "auto" else args.grid]
+
+
+def _measure(args: argparse.Namespace, console: Console) -> int:
+    from calibrate.grid import make_plan
+    from calibrate.measure import measure
+
+    plan = make_plan(_preset(args), [w for w in args.only.split(",") if w], args.seed)
+    disk_dir = args.disk_dir or args.out.resolve().parent
+    bench = _bench(args, disk_dir)
+    columns = (TextColumn("{task.description:<44.44}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("measure")
+        summary = measure(
+            bench,
+            plan,
+            args.out,
+            args.budget_s,
+            lambda i, n, name: progress.update(task, completed=i, total=n, description=name),
+        )
+    console.print(
+        f"{summary.n_measured} points in {summary.seconds:.0f} s into {args.out}"
+        f" ({summary.n_present} were there)"
+    )
+    for name, reason in summary.skipped.items():
+        console.print(f"skipped {name}: {reason}", markup=False)
+    if summary.out_of_time:
+        console.print(
+            f"{len(summary.out_of_time)} points did not fit into --budget-s {args.budget_s:g}; the "
+            "same command again takes them"
+        )
+    return 0
+
+
+def _fit(args: argparse.Namespace, console: Console) -> int:
+    from calibrate.profile import fit_profile, write_profile
+    from calibrate.quality import RULE, table
+    from calibrate.record import read_points
+
+    points = read_points(args.points)
+    fitted = fit_profile(points, args.name)
+    path = write_profile(fitted, args.out)
+    _print_table(console, f"fit of {args.points}: errors of seconds", table(fitted.qualities))
+    console.print(f"verdict: {RULE}", markup=False)
+    console.print(f"wrote {path}")
+    # Drawn last: a plot that fails costs no result.
+    from calibrate.figure import draw_fit
+
+    figure = args.points.with_suffix(".fit.png")
+    draw_fit(points, fitted.hardware, figure)
+    console.print(f"wrote {figure}")
+    return 0
+
+
+def _drift(args: argparse.Namespace, console: Console) -> int:
+    from calibrate.drift import drift, rows
+    from calibrate.profile import read_profile
+
+    profile = read_profile(args.profile)
+    report = drift(profile, _bench(args, args.disk_dir), _preset(args), args.seed, args.budget_s)
+    if report.warning:
+        console.print(f"warning: {report.warning}", style="yellow", markup=False)
+    _print_table(console, f"{profile.name}: measured now against the profile", rows(report))
+    console.print("drifted" if report.drifted else "fits")
+    return 1 if report.drifted else 0
+
+
+def _import(args: argparse.Namespace, console: Console) -> int:
+    from calibrate.importers.linkbench import read_linkbench
+    from calibrate.record import write_points
+
+    points = read_linkbench(args.file)
+    write_points(points, args.out)
+    console.print(f"{len(points)} points into {args.out}")
+    return 0
+
+
+def _print_table(console: Console, title: str, rows: Sequence[Sequence[str]]) -> None:
+    shown = Table(title=title)
+    for i, name in enumerate(rows[0]):
+        shown.add_column(name, justify="left" if i in (0, len(rows[0]) - 1) else "right")
+    for row in rows[1:]:
+        shown.add_row(*row)
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

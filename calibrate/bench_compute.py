@@ -1,0 +1,130 @@
+"""Kernels: GEMM by rows, attention in the engine's KV layout, elementwise passes, launch and sync.
+
+KV lies token-major, ``[token, batch, 2, head, dim]``, as the engine keeps it, so keys and values
+are strided views. What readers get wrong is timing on zeros or on operands that a cache holds: the
+first draws less power, the second never touches memory, and both are too fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from calibrate.bench import Bench, rotation
+from calibrate.grid import kv_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEAVY_ROWS = 512  # from here on GEMMs keep a GPU at its power limit
+
+
+def gemm(bench: Bench, x: Mapping[str, float], rotate_bytes: int) -> list[float]:
+    """Seconds of one linear layer: ``rows`` tokens times ``k`` by ``n`` weights."""
+    from torch.nn.functional import linear
+
+    rows, k, n = int(x["rows"]), int(x["k"]), int(x["n"])
+    copies = rotation(k * n * x["elem_bytes"], rotate_bytes)
+    weights = [bench.random(n, k) for _ in range(copies)]  # [n, k] each
+    tokens = bench.random(rows, k)
+    return bench.kernel(lambda i: linear(tokens, weights[i % copies]), heat=rows >= HEAVY_ROWS)
+
+
+def attention(bench: Bench, group: str, x: Mapping[str, float], rotate_bytes: int) -> list[float]:
+    """Seconds of one attention call; the last ``queries`` of ``keys`` tokens attend."""
+    import torch
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    batch, queries, keys = int(x["batch"]), int(x["queries"]), int(x["keys"])
+    heads, kv_heads, dim = int(x["n_heads"]), int(x["n_kv_heads"]), int(x["head_dim"])
+    copies = rotation(kv_bytes(x), rotate_bytes)
+    cached = [bench.random(keys, batch, 2, kv_heads, dim) for _ in range(copies)]
+    q = bench.random(batch, queries, heads, dim).permute(0, 2, 1, 3)  # [batch, head, query, dim]
+    pairs = [_keys_values(kv) for kv in cached]
+    heat = queries * batch >= HEAVY_ROWS
+    if group == "attention_unfused":
+        return bench.kernel(lambda i: _unfused(q, *pairs[i % copies]), heat)
+    how: dict[str, Any] = {"enable_gqa": True} if heads != kv_heads else {}
+    if queries == keys:
+        how["is_causal"] = True
+    elif queries > 1:
+        how["attn_mask"] = causal_lower_right(queries, keys)
+    with torch.no_grad():
+        return bench.kernel(lambda i: sdpa(q, *pairs[i % copies], **how), heat)
+
+
+def _keys_values(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Views ``[batch, head, token, dim]`` of a token-major cache."""
+    by_head = kv.permute(2, 1, 3, 0, 4)  # [2, batch, head, token, dim]
+    return by_head[0], by_head[1]
+
+
+def _unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by separate kernels: both operands moved into place, scores through memory."""
+    import torch
+
+    batch, heads, queries, dim = q.shape
+    keys = k.shape[2]
+    moved_k = k.repeat_interleave(heads // k.shape[1], 1).reshape(batch * heads, keys, dim)
+    moved_v = v.repeat_interleave(heads // v.shape[1], 1).reshape(batch * heads, keys, dim)
+    flat_q = q.reshape(batch * heads, queries, dim)
+    scores = torch.bmm(flat_q, moved_k.transpose(1, 2)).mul_(dim**-0.5)  # [b*h, query, key]
+    reach = torch.arange(queries, device=q.device) + keys - queries  # last key of each query
+    seen = torch.arange(keys, device=q.device) <= reach[:, None]  # [query, key]
+    scores = torch.where(seen, scores, -1e4)
+    result: Tensor = torch.bmm(torch.softmax(scores, -1), moved_v)
+    return result
+
+
+def elementwise(bench: Bench, x: Mapping[str, float]) -> list[float]:
+    """Seconds of a layer's elementwise passes: two norms, two additions, the activation."""
+    from torch.nn.functional import layer_norm, relu_
+
+    rows, d, ffn = int(x["rows"]), int(x["d_model"]), int(x["d_ffn"])
+    hidden, update, wide = bench.random(rows, d), bench.random(rows, d), bench.random(rows, ffn)
+
+    def call(_: int) -> None:
+        layer_norm(hidden, (d,))
+        hidden.add_(update)
+        layer_norm(hidden, (d,))
+        hidden.add_(update)
+        relu_(wide)
+
+    return bench.kernel(call)
+
+
+def launch(bench: Bench) -> list[float]:
+    """Host seconds to issue one small linear layer."""
+    from torch.nn.functional import linear
+
+    size = 256 if bench.is_cuda else 16
+    weight, tokens = bench.random(size, size), bench.random(1, size)
+    return bench.issue(lambda _: linear(tokens, weight))
+
+
+def sync(bench: Bench) -> list[float]:
+    """Host seconds of a tiny addition and a synchronisation of the device."""
+    value = bench.random(16)
+    return bench.round_trip(lambda _: value.mul_(1.0))
+
+
+def cpu_attention(bench: Bench, x: Mapping[str, float], rotate_bytes: int) -> list[float]:
+    """Seconds of decode attention on the CPU over a cache in host memory, in float32."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    batch, keys = int(x["batch"]), int(x["keys"])
+    heads, kv_heads, dim = int(x["n_heads"]), int(x["n_kv_heads"]), int(x["head_dim"])
+    copies = rotation(kv_bytes(x), rotate_bytes)
+    # Drawn in float32: half-precision normal numbers are slow to draw on a CPU.
+    cached = [torch.randn(keys, batch, 2, kv_heads, dim).to(bench.dtype) for _ in range(copies)]
+    q = torch.randn(batch, heads, 1, dim)  # [batch, head, query, dim]
+    how: dict[str, Any] = {"enable_gqa": True} if heads != kv_heads else {}
+
+    def call(i: int) -> object:
+        k, v = _keys_values(cached[i % copies].float())
+        return sdpa(q, k, v, **how)
+
+    with torch.no_grad():
+        return bench.blocking(call)

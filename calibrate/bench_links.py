@@ -1,0 +1,133 @@
+"""Transfers: H2D and D2H, both at once, host copies, device memory.
+
+Sources and targets move through an arena from copy to copy. What readers get wrong is duplex: both
+directions must really be busy together, so only copies that lie wholly inside the other direction's
+activity count.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from calibrate.bench import Bench, Call
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DUPLEX_COPIES, _DUPLEX_S = 8, 0.05  # least number of copies and least time of each direction
+Interval = tuple[float, float]
+
+
+def link(bench: Bench, group: str, x: Mapping[str, float], rotate_bytes: int) -> list[float]:
+    """Seconds of one copy of ``nbytes`` in the direction and from the memory of ``group``."""
+    nbytes = int(x["nbytes"])
+    size = max(nbytes, rotate_bytes)
+    source, target = {
+        "h2d": ("pinned", "device"),
+        "d2h": ("device", "pinned"),
+        "h2d_pageable": ("pageable", "device"),
+        "d2h_pageable": ("device", "pageable"),
+        "host_copy": ("pageable", "pinned"),
+    }[group]
+    asynchronous = group in ("h2d", "d2h")
+    call = _copier(bench.arena(source, size), bench.arena(target, size), nbytes, asynchronous)
+    return bench.copy(call) if asynchronous else bench.blocking(call)
+
+
+def hbm(bench: Bench, x: Mapping[str, float], rotate_bytes: int) -> list[float]:
+    """Seconds of one device-to-device copy: ``nbytes`` are read and as many written."""
+    nbytes = int(x["nbytes"])
+    size = max(nbytes, rotate_bytes)
+    call = _copier(bench.arena("device", size), bench.arena("device2", size), nbytes, True)
+    return bench.kernel(call)
+
+
+def cpu_read(bench: Bench, x: Mapping[str, float]) -> list[float]:
+    """Seconds in which all threads read ``nbytes`` of host memory and do little else."""
+    import torch
+
+    data = bench.arena("pageable", int(x["nbytes"]))[: int(x["nbytes"])].view(torch.int32)
+    return bench.blocking(lambda _: data.sum())
+
+
+def duplex(bench: Bench, group: str, x: Mapping[str, float], rotate_bytes: int) -> list[float]:
+    """Seconds of one copy in the direction of ``group`` while the other direction is busy."""
+    nbytes = int(x["nbytes"])
+    size = max(nbytes, rotate_bytes)
+    h2d = _copier(bench.arena("pinned", size), bench.arena("device", size), nbytes, True)
+    d2h = _copier(bench.arena("device2", size), bench.arena("pinned2", size), nbytes, True)
+    once = min(min(bench.blocking(h2d)), min(bench.blocking(d2h)))
+    n = max(_DUPLEX_COPIES, min(100, math.ceil(_DUPLEX_S / once)))
+    run = _on_streams if bench.is_cuda else _on_threads
+    intervals = run(h2d, d2h, n)
+    mine, other = intervals if group == "duplex_h2d" else intervals[::-1]
+    kept = [end - start for start, end in mine if other[0][0] <= start and end <= other[-1][1]]
+    if not kept:
+        raise RuntimeError(f"{group}: no copy of {nbytes} bytes overlapped the other direction")
+    return kept
+
+
+def _copier(source: Tensor, target: Tensor, nbytes: int, asynchronous: bool) -> Call:
+    """Copy of ``nbytes`` from one arena to another, at an offset that moves with every call."""
+    places = max(1, min(source.numel(), target.numel()) // nbytes)
+
+    def call(i: int) -> object:
+        at = (i % places) * nbytes
+        return target[at : at + nbytes].copy_(source[at : at + nbytes], non_blocking=asynchronous)
+
+    return call
+
+
+def _on_streams(h2d: Call, d2h: Call, n: int) -> tuple[list[Interval], list[Interval]]:
+    """Both directions on a stream each, issued in turns; intervals since a common event."""
+    import torch
+
+    base = torch.cuda.Event(enable_timing=True)
+    streams = (torch.cuda.Stream(), torch.cuda.Stream())
+    marks = [
+        [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in "x" * n
+        ]
+        for _ in streams
+    ]
+    torch.cuda.synchronize()
+    base.record()
+    for stream in streams:
+        stream.wait_event(base)
+    for i in range(n):
+        for stream, direction, call in zip(streams, marks, (h2d, d2h), strict=True):
+            with torch.cuda.stream(stream):
+                direction[i][0].record(stream)
+                call(i)
+                direction[i][1].record(stream)
+    torch.cuda.synchronize()
+    spans = [
+        [(base.elapsed_time(a) * 1e-3, base.elapsed_time(b) * 1e-3) for a, b in direction]
+        for direction in marks
+    ]
+    return spans[0], spans[1]
+
+
+def _on_threads(h2d: Call, d2h: Call, n: int) -> tuple[list[Interval], list[Interval]]:
+    """Both directions on a thread each, as the engine's CPU twin runs its lanes."""
+    spans: tuple[list[Interval], list[Interval]] = ([], [])
+    ready = threading.Barrier(2)
+
+    def loop(call: Call, into: list[Interval]) -> None:
+        ready.wait()
+        for i in range(n):
+            start = time.perf_counter()
+            call(i)
+            into.append((start, time.perf_counter()))
+
+    run: Callable[[Call, list[Interval]], None] = loop
+    thread = threading.Thread(target=run, args=(d2h, spans[1]))
+    thread.start()
+    run(h2d, spans[0])
+    thread.join()
+    return spans

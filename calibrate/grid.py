@@ -1,0 +1,390 @@
+"""Which points a measurement takes: log-spaced grids per group, what they need, in which order.
+
+The fit sees only grid points. Held-out points lie between grid points and, where a group has
+shapes, use the shapes of a model that the grid does not contain. What readers get wrong: the order.
+Points are shuffled so that a device that warms up or throttles does not bend a curve along its
+axis; a coarse half of every grid comes first, so that a budget that runs out leaves sparse curves,
+not missing ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+LINKS = ("h2d", "d2h", "h2d_pageable", "d2h_pageable", "host_copy")
+DUPLEX = ("duplex_h2d", "duplex_d2h")
+DISK = ("disk_read", "disk_write")
+ATTENTION = ("attention_decode", "attention_prefill", "attention_window", "attention_unfused")
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "links": (*LINKS, *DUPLEX),
+    "disk": DISK,
+    "hbm": ("hbm", "elementwise"),
+    "gemm": ("gemm",),
+    "attention": ATTENTION,
+    "host": ("cpu_attention", "cpu_read"),
+    "overheads": ("launch", "sync"),
+    "readings": ("memory", "power"),
+}
+GROUPS = tuple(group for groups in SECTIONS.values() for group in groups)
+
+# Checks are held out as a whole: the cost model prices them with rates of other groups.
+CHECKS = ("attention_unfused", "elementwise")
+
+Heads = tuple[int, int, int]  # query heads, KV heads, head dimension
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A point to be measured. ``priority``: 0 is taken first; ``fit`` false: held out."""
+
+    group: str
+    x: Mapping[str, float]
+    fit: bool = True
+    priority: int = 0
+
+    @property
+    def name(self) -> str:
+        """Group and amounts; identifies a point in a file."""
+        return "/".join((self.group, *(f"{key}={value:g}" for key, value in self.x.items())))
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Amounts per group; ``held_*`` are the held-out ones. Sizes in bytes.
+
+    ``rotate_bytes``: operands are cycled through at least this much memory, so that no cache holds
+    them. A window point whose context is no longer than its queries is a prefill.
+    """
+
+    elem_bytes: int
+    rotate_bytes: int
+    link_bytes: tuple[int, ...]
+    held_link_bytes: tuple[int, ...]
+    duplex_bytes: tuple[int, ...]
+    disk_bytes: tuple[int, ...]
+    held_disk_bytes: tuple[int, ...]
+    disk_file_bytes: int
+    hbm_bytes: tuple[int, ...]
+    rows: tuple[int, ...]
+    gemm_shapes: tuple[tuple[int, int], ...]
+    held_rows: tuple[int, ...]
+    held_gemm_shapes: tuple[tuple[int, int], ...]
+    heads: tuple[Heads, ...]
+    held_heads: Heads
+    decode_contexts: tuple[int, ...]
+    decode_batches: tuple[int, ...]
+    held_decode: tuple[tuple[int, int], ...]  # (context, batch)
+    prefill_contexts: tuple[int, ...]
+    prefill_tokens: int
+    held_prefill: tuple[int, ...]
+    window_queries: tuple[int, ...]
+    window_contexts: tuple[int, ...]
+    window_batch: int
+    held_window: tuple[tuple[int, int], ...]  # (queries, context)
+    unfused: tuple[tuple[int, int, int], ...]  # (batch, queries, context)
+    elementwise: tuple[tuple[int, int, int], ...]  # (rows, d_model, d_ffn)
+    cpu_attention: tuple[tuple[int, int], ...]  # (context, batch)
+    cpu_read_bytes: tuple[int, ...]
+
+
+def _powers(first: int, last: int, factor: int = 2) -> tuple[int, ...]:
+    return tuple(first * factor**i for i in range(round(math.log(last / first, factor)) + 1))
+
+
+# Weights as the engine multiplies them: QKV in one, gate and up in one.
+_OPT_30B = ((7168, 21504), (7168, 7168), (7168, 28672), (28672, 7168))
+_LLAMA_70B = ((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192))
+_THIRTEEN_B = ((5120, 15360), (5120, 20480), (13824, 5120))
+
+FULL = Preset(
+    elem_bytes=2,
+    rotate_bytes=256 * MIB,
+    link_bytes=_powers(64 * KIB, GIB, 4),
+    held_link_bytes=(3 * MIB, 48 * MIB, 400 * MIB),
+    duplex_bytes=(16 * MIB, 64 * MIB, 256 * MIB),
+    disk_bytes=(MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+    held_disk_bytes=(48 * MIB, 160 * MIB),
+    disk_file_bytes=2 * GIB,
+    hbm_bytes=(64 * MIB, 256 * MIB, GIB),
+    rows=_powers(1, 16384),
+    gemm_shapes=_OPT_30B + _LLAMA_70B,
+    held_rows=(3, 48, 768, 6000),
+    held_gemm_shapes=_THIRTEEN_B,
+    heads=((56, 56, 128), (64, 8, 128)),
+    held_heads=(40, 40, 128),
+    decode_contexts=_powers(128, 8192),
+    decode_batches=(1, 4, 16),
+    held_decode=((384, 16), (1536, 8), (5000, 16)),
+    prefill_contexts=_powers(128, 8192),
+    prefill_tokens=16384,
+    held_prefill=(768, 3000),
+    window_queries=(16, 64, 128, 256, 512),
+    window_contexts=_powers(512, 8192),
+    window_batch=16,
+    held_window=((96, 1500), (384, 3000)),
+    unfused=((16, 1, 1024), (16, 1, 4096), (8, 512, 512)),
+    elementwise=((64, 7168, 28672), (2048, 7168, 28672), (16384, 7168, 28672)),
+    cpu_attention=((512, 4), (2048, 4), (512, 16)),
+    cpu_read_bytes=(256 * MIB, GIB),
+)
+
+SMALL = Preset(
+    elem_bytes=4,
+    rotate_bytes=64 * MIB,
+    link_bytes=_powers(64 * KIB, 64 * MIB, 4),
+    held_link_bytes=(3 * MIB, 24 * MIB),
+    duplex_bytes=(4 * MIB, 16 * MIB),
+    disk_bytes=(MIB, 4 * MIB, 16 * MIB),
+    held_disk_bytes=(8 * MIB,),
+    disk_file_bytes=64 * MIB,
+    hbm_bytes=(16 * MIB, 64 * MIB),
+    rows=_powers(1, 512),
+    gemm_shapes=((512, 1536), (512, 512), (512, 2048), (2048, 512)),
+    held_rows=(3, 48, 300),
+    held_gemm_shapes=((768, 2304), (768, 768)),
+    heads=((8, 8, 64), (8, 2, 64)),
+    held_heads=(12, 12, 64),
+    decode_contexts=_powers(64, 2048),
+    decode_batches=(1, 4),
+    held_decode=((96, 4), (700, 4)),
+    prefill_contexts=_powers(64, 1024),
+    prefill_tokens=1024,
+    held_prefill=(192, 384),
+    window_queries=(8, 32, 64),
+    window_contexts=_powers(128, 1024),
+    window_batch=4,
+    held_window=((24, 200), (48, 400)),
+    unfused=((4, 1, 256), (2, 128, 128)),
+    elementwise=((16, 512, 2048), (512, 512, 2048)),
+    cpu_attention=((128, 4), (512, 4)),
+    cpu_read_bytes=(64 * MIB,),
+)
+
+TINY = Preset(
+    elem_bytes=4,
+    rotate_bytes=MIB,
+    link_bytes=(256 * KIB, MIB, 4 * MIB),
+    held_link_bytes=(3 * MIB,),
+    duplex_bytes=(4 * MIB,),
+    disk_bytes=(256 * KIB, MIB),
+    held_disk_bytes=(512 * KIB,),
+    disk_file_bytes=4 * MIB,
+    hbm_bytes=(4 * MIB,),
+    rows=(1, 8, 64),
+    gemm_shapes=((128, 256), (256, 128)),
+    held_rows=(24,),
+    held_gemm_shapes=((192, 192),),
+    heads=((4, 4, 32),),
+    held_heads=(6, 6, 32),
+    decode_contexts=(64, 256, 512),
+    decode_batches=(2,),
+    held_decode=((128, 2),),
+    prefill_contexts=(64, 128, 256),
+    prefill_tokens=256,
+    held_prefill=(96,),
+    window_queries=(8, 32),
+    window_contexts=(64, 256),
+    window_batch=2,
+    held_window=((16, 128),),
+    unfused=((2, 1, 64),),
+    elementwise=((64, 128, 512),),
+    cpu_attention=((64, 2),),
+    cpu_read_bytes=(4 * MIB,),
+)
+
+PRESETS: Mapping[str, Preset] = {"full": FULL, "small": SMALL, "tiny": TINY}
+
+
+def cases(preset: Preset) -> tuple[Case, ...]:
+    """Every case of a preset, in no particular order."""
+    return (
+        Case("memory", {}, priority=-1),
+        Case("power", {"load": 0.0}, priority=-1),
+        Case("power", {"load": 1.0}, priority=1),
+        Case("launch", {}),
+        Case("sync", {}),
+        *_transfers(preset),
+        *_gemms(preset),
+        *_attention(preset),
+        *_checks(preset),
+    )
+
+
+def select(all_cases: Iterable[Case], only: Sequence[str]) -> tuple[Case, ...]:
+    """Cases of the sections or groups named; all if none is. ``ValueError`` if one is unknown."""
+    if not only:
+        return tuple(all_cases)
+    groups: set[str] = set()
+    for name in only:
+        if name not in SECTIONS and name not in GROUPS:
+            allowed = ", ".join(dict.fromkeys((*SECTIONS, *GROUPS)))
+            raise ValueError(f"only: {name!r} is none of {allowed}")
+        groups.update(SECTIONS.get(name, (name,)))
+    return tuple(case for case in all_cases if case.group in groups)
+
+
+def ordered(chosen: Sequence[Case], seed: int) -> tuple[Case, ...]:
+    """Cases by priority, shuffled within one."""
+    order = np.random.default_rng(seed).permutation(len(chosen))
+    return tuple(sorted((chosen[i] for i in order), key=lambda case: case.priority))
+
+
+# ---- groups -----------------------------------------------------------------------------------
+
+
+def _line(group: str, key: str, amounts: Sequence[int], held: Sequence[int] = ()) -> Iterator[Case]:
+    """Cases along one amount; every second one from the last is part of the coarse grid."""
+    for i, amount in enumerate(reversed(amounts)):
+        coarse = i % 2 == 0 or i == len(amounts) - 1
+        yield Case(group, {key: amount}, priority=0 if coarse else 1)
+    for amount in held:
+        yield Case(group, {key: amount}, fit=False, priority=2)
+
+
+def _transfers(preset: Preset) -> Iterator[Case]:
+    for group in LINKS:
+        yield from _line(group, "nbytes", preset.link_bytes, preset.held_link_bytes)
+    for group in DUPLEX:
+        yield from _line(group, "nbytes", preset.duplex_bytes)
+    for group in DISK:
+        yield from _line(group, "nbytes", preset.disk_bytes, preset.held_disk_bytes)
+    yield from _line("hbm", "nbytes", preset.hbm_bytes)
+    yield from _line("cpu_read", "nbytes", preset.cpu_read_bytes)
+
+
+def _gemms(preset: Preset) -> Iterator[Case]:
+    def x(rows: int, shape: tuple[int, int]) -> dict[str, float]:
+        return {"rows": rows, "k": shape[0], "n": shape[1], "elem_bytes": preset.elem_bytes}
+
+    for i, rows in enumerate(reversed(preset.rows)):
+        coarse = i % 2 == 0 or rows == preset.rows[0]
+        for shape in preset.gemm_shapes:
+            yield Case("gemm", x(rows, shape), priority=0 if coarse else 1)
+    for rows in preset.held_rows:
+        for shape in preset.held_gemm_shapes:
+            yield Case("gemm", x(rows, shape), fit=False, priority=2)
+
+
+def _attention(preset: Preset) -> Iterator[Case]:
+    def case(
+        kind: str, batch: int, queries: int, keys: int, heads: Heads, coarse: bool, fit: bool = True
+    ) -> Case:
+        x = attention_x(batch, queries, keys, heads, preset.elem_bytes)
+        return Case(f"attention_{kind}", x, fit, (0 if coarse else 1) if fit else 2)
+
+    held = preset.held_heads
+    for i, keys in enumerate(reversed(preset.decode_contexts)):
+        for heads in preset.heads:
+            for batch in preset.decode_batches:
+                yield case("decode", batch, 1, keys, heads, i % 2 == 0)
+    for keys, batch in preset.held_decode:
+        yield case("decode", batch, 1, keys, held, False, False)
+    for i, keys in enumerate(reversed(preset.prefill_contexts)):
+        batch = max(1, preset.prefill_tokens // keys)
+        for heads in preset.heads:
+            yield case("prefill", batch, keys, keys, heads, i % 2 == 0)
+    for keys in preset.held_prefill:
+        batch = max(1, preset.prefill_tokens // keys)
+        yield case("prefill", batch, keys, keys, held, False, False)
+    for queries in preset.window_queries:  # a grid needs every point: all are coarse
+        for keys in preset.window_contexts:
+            for heads in preset.heads:
+                yield case("window", preset.window_batch, queries, keys, heads, True)
+    for queries, keys in preset.held_window:
+        yield case("window", preset.window_batch, queries, keys, held, False, False)
+
+
+def _checks(preset: Preset) -> Iterator[Case]:
+    for batch, queries, keys in preset.unfused:
+        x = attention_x(batch, queries, keys, preset.heads[0], preset.elem_bytes)
+        yield Case("attention_unfused", x, fit=False, priority=2)
+    for rows, d_model, d_ffn in preset.elementwise:
+        sizes = {"rows": rows, "d_model": d_model, "d_ffn": d_ffn, "elem_bytes": preset.elem_bytes}
+        yield Case("elementwise", sizes, fit=False, priority=2)
+    for keys, batch in preset.cpu_attention:
+        yield Case("cpu_attention", attention_x(batch, 1, keys, preset.heads[0], preset.elem_bytes))
+
+
+def attention_x(
+    batch: int, queries: int, keys: int, heads: Heads, elem_bytes: int
+) -> dict[str, float]:
+    """Amounts of an attention point."""
+    n_heads, n_kv_heads, head_dim = heads
+    return {"batch": batch, "queries": queries, "keys": keys, "n_heads": n_heads,
+            "n_kv_heads": n_kv_heads, "head_dim": head_dim, "elem_bytes": elem_bytes}  # fmt: skip
+
+
+# ---- what a case needs ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that a case allocates per tier."""
+
+    device_bytes: float = 0.0
+    host_bytes: float = 0.0
+    disk_bytes: float = 0.0
+
+    def missing(self, have: Needs) -> str:
+        """What does not fit into ``have``, in words; empty if all fits."""
+        for tier in ("device", "host", "disk"):
+            need, free = getattr(self, f"{tier}_bytes"), getattr(have, f"{tier}_bytes")
+            if need > free:
+                return f"needs {need / 1e9:.2f} GB of {tier} memory, {free / 1e9:.2f} GB are free"
+        return ""
+
+
+def needs(case: Case, preset: Preset) -> Needs:
+    """Bytes that a case allocates: operands, their rotation, results."""
+    x, spare = case.x, preset.rotate_bytes
+    nbytes = x.get("nbytes", 0.0)
+    if case.group in (*LINKS, *DUPLEX):
+        # Arenas as large as the largest copy so far: source and target on each side.
+        return Needs(2 * max(nbytes, spare), 3 * max(nbytes, spare))
+    if case.group in DISK:
+        return Needs(0.0, max(nbytes, 16 * MIB), float(preset.disk_file_bytes))
+    if case.group == "hbm":
+        return Needs(device_bytes=4 * nbytes)
+    if case.group == "cpu_read":
+        return Needs(host_bytes=2 * nbytes)
+    if case.group == "gemm":
+        weights = x["k"] * x["n"] * x["elem_bytes"]
+        rows = x["rows"] * (x["k"] + x["n"]) * x["elem_bytes"]
+        return Needs(device_bytes=max(weights, spare + weights) + 2 * rows)
+    if case.group == "elementwise":
+        row = (4 * x["d_model"] + 2 * x["d_ffn"]) * x["elem_bytes"]
+        return Needs(device_bytes=x["rows"] * row)
+    if case.group in (*ATTENTION, "cpu_attention"):
+        kv = kv_bytes(x)
+        queries = x["batch"] * x["queries"] * x["n_heads"] * x["head_dim"] * x["elem_bytes"]
+        scores = x["batch"] * x["n_heads"] * x["queries"] * x["keys"] * 4.0
+        if case.group == "cpu_attention":
+            return Needs(host_bytes=kv + spare + 2 * kv * 4 / x["elem_bytes"] + scores)
+        # A backend without a fused kernel materialises the scores; count them where it may.
+        extra = 3 * scores + kv if case.group == "attention_unfused" else 0.0
+        return Needs(device_bytes=max(kv, spare) + kv + 4 * queries + extra)
+    return Needs()
+
+
+def kv_bytes(x: Mapping[str, float]) -> float:
+    """Bytes of K and V of an attention point."""
+    return 2 * x["batch"] * x["keys"] * x["n_kv_heads"] * x["head_dim"] * x["elem_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run measures, in order, with the preset that says how large."""
+
+    preset: Preset
+    cases: tuple[Case, ...] = field(default=())
+
+
+def make_plan(preset: Preset, only: Sequence[str] = (), seed: int = 0) -> Plan:
+    """The cases of a preset that are asked for, in the order in which they are taken."""
+    return Plan(preset, ordered(select(cases(preset), only), seed))

@@ -1,0 +1,1 @@
+"""Importers: measurements that other tools took, as measurement records."""

@@ -1,0 +1,48 @@
+"""What is being measured on: names, versions and capacities."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+from calibrate.bench import Bench, meminfo
+from calibrate.record import Machine
+
+
+def machine(bench: Bench) -> Machine:
+    """The device, its driver, torch and the host's processor."""
+    import torch
+
+    host = f"{_processor()}, {os.cpu_count()} CPUs"
+    if not bench.is_cuda:
+        return Machine(f"CPU {_processor()}", "", torch.__version__, host)
+    driver = bench.nvml.driver() if bench.nvml is not None else ""
+    return Machine(torch.cuda.get_device_name(0), driver, torch.__version__, host)
+
+
+def capacities(bench: Bench) -> dict[str, float]:
+    """Bytes of each tier and what is taken of it before anything runs."""
+    total, available = meminfo("MemTotal"), meminfo("MemAvailable")
+    readings = {"host_bytes": total, "host_used_bytes": total - available}
+    if bench.is_cuda:
+        import torch
+
+        free, device_total = torch.cuda.mem_get_info()
+        readings |= {
+            "gpu_bytes": float(device_total),
+            "gpu_used_bytes": float(device_total - free) - torch.cuda.memory_reserved(),
+        }
+    if bench.disk_dir is not None:
+        readings["disk_bytes"] = float(shutil.disk_usage(bench.disk_dir).free)
+    return readings
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()

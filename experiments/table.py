@@ -1,0 +1,126 @@
+"""The comparison table of a sweep: what was varied, and what came out.
+
+Columns that say the same in every row are not printed: the caption names them once. What does not
+fit into memory reads ``oom gpu: need 91.2 GB, have 24.7 GB`` instead of empty cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from rich import box
+from rich.table import Table
+
+from experiments.load import CHOICES, OVERRIDE, SIZES
+
+_NARROW = 110  # below this many characters the last columns are left out
+_REASON = 80  # characters of a failure's reason; results.csv has all of it
+_KEYS = (*CHOICES, *SIZES)
+
+
+def significant(value: float) -> str:
+    """Three significant digits without an exponent."""
+    if value == 0 or not 1e-4 <= abs(value) < 1e7:
+        return f"{value:.3g}"
+    digits = max(0, 2 - int(f"{abs(value):.2e}".partition("e")[2]))
+    return f"{value:,.{digits}f}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    name: str
+    title: str
+    show: Callable[[Any], str]
+    wide: bool = False  # only where there is room
+
+
+_MEASURES = (
+    _Column("prefill_tokens_per_s", "prefill\ntok/s", significant),
+    _Column("decode_tokens_per_s", "decode\ntok/s", significant),
+    _Column("ttft_s", "TTFT\ns", significant, wide=True),
+    _Column("tpot_s", "TPOT\ns", significant, wide=True),
+    _Column("bottleneck", "waits\nmost on", lambda v: str(v).replace("h2d_", "H2D ")),
+    _Column("bound_ratio", "x lower\nbound", lambda v: f"{v:.2f}", wide=True),
+    _Column("n_recompute_mean", "mean\nN_r", lambda v: f"{v:.0f}"),
+    _Column("solve_s", "solve\nms", lambda v: f"{1e3 * v:.0f}", wide=True),
+)
+
+
+def swept_columns(results: pd.DataFrame) -> list[str]:
+    """Columns that describe a run and differ between rows.
+
+    ``n_batches`` counts only as far as it was set: Accelerate has one batch a block whatever the
+    workload says, which is the policy's doing.
+    """
+    own = [str(name) for name in results if str(name).startswith(OVERRIDE)]
+    own = [name for name in own if _short(name) not in results or _short(name) == "n_batches"]
+    names = [name for name in [*_KEYS, *own] if name in results and name != "n_batches"]
+    return [name for name in names if results[name].nunique() > 1]
+
+
+def status_text(row: pd.Series) -> str:
+    """A row's status in words."""
+    if row["status"] == "oom" and pd.notna(row.get("need_bytes")):
+        need, have = _gigabytes(row["need_bytes"]), _gigabytes(row["have_bytes"])
+        return f"oom {row['oom_tier']}: need {need}, have {have}"
+    if row["status"] != "ok":
+        reason = str(row.get("reason", ""))
+        short = reason if len(reason) <= _REASON else f"{reason[: _REASON - 3]}..."
+        return f"{row['status']}: {short}"
+    return "ok"
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{significant(nbytes / 1e9)} GB"
+
+
+def comparison(results: pd.DataFrame, title: str, width: int) -> Table:
+    """A rich table of a sweep for a terminal of ``width`` characters."""
+    swept = swept_columns(results)
+    measures = [c for c in _MEASURES if c.name in results and (width >= _NARROW or not c.wide)]
+    table = Table(title=title, caption=_caption(results, swept), box=box.SIMPLE_HEAD,
+                  title_justify="left", caption_justify="left", padding=(0, 1, 0, 0))  # fmt: skip
+    for name in swept:
+        group = name in CHOICES
+        heading = _short(name).replace("_", "\n")
+        table.add_column(heading, justify="left" if group else "right", no_wrap=group)
+    for column in measures:
+        text = column.name == "bottleneck"
+        table.add_column(column.title, justify="left" if text else "right", no_wrap=True)
+    table.add_column("status", min_width=12, max_width=26)
+    for _, row in results.iterrows():
+        cells = [_cell(row[name]) for name in swept]
+        cells += [_shown(column, row[column.name]) for column in measures]
+        style = None if row["status"] == "ok" else "red" if row["status"] == "failed" else "yellow"
+        table.add_row(*cells, status_text(row), style=style)
+    return table
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _shown(column: _Column, value: Any) -> str:
+    return "" if pd.isna(value) or value == "" else column.show(value)
+
+
+def _cell(value: Any) -> str:
+    if pd.isna(value):
+        return "-"
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _caption(results: pd.DataFrame, swept: list[str]) -> str:
+    fixed = [
+        f"{_short(name)} {_cell(results[name].dropna().iloc[0])}"
+        for name in _KEYS
+        if name in results and name not in swept and results[name].nunique() == 1
+    ]
+    flags = sorted({flag for text in results.get("extrapolated", pd.Series(dtype=str)).dropna()
+                    for flag in str(text).split()})  # fmt: skip
+    if flags:
+        fixed.append(f"beyond the measured range somewhere: {', '.join(flags)}")
+    return "; ".join(fixed)

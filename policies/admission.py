@@ -1,0 +1,292 @@
+"""Admission: which waiting requests enter the next iteration of continuous batching.
+
+A request costs its new tokens T of the iteration's token budget, but K + T tokens of GPU memory
+for as long as it runs. ``Fifo`` looks at the head of the queue only, so one large cached prefix
+that does not fit idles the budget; the others look past it. What readers get wrong: looking past
+the head starves it unless something counts. Here every waiting request knows how many later ones
+overtook it, and ``Rules.max_overtaken`` is a hard bound on that number, whatever the policy
+prefers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from policies import knapsack
+from policies.spec.request import Request
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request in the queue; ``overtaken`` counts requests behind it that were admitted first."""
+
+    request: Request
+    overtaken: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionView:
+    """What a policy may know beside the queue; every count is in tokens unless it says otherwise.
+
+    ``free_tokens`` of ``capacity_tokens`` of GPU memory are free, ``budget_tokens`` new tokens are
+    left in this iteration, ``free_seqs`` more requests may run, ``running`` are those that do.
+    """
+
+    now_s: float
+    free_tokens: int
+    budget_tokens: int
+    free_seqs: int
+    capacity_tokens: int
+    running: Collection[Request]
+
+
+class Admission(Protocol):
+    """Picks queue positions to admit, in order of admission.
+
+    All of K + T must fit in memory together. The budget may be exceeded by the last one only: it
+    is prefilled in chunks.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in results."""
+        ...
+
+    def choose(self, queue: Sequence[Waiting], view: AdmissionView) -> tuple[int, ...]:
+        """Positions in ``queue``, which is in order of arrival."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Limits that hold whatever a policy prefers.
+
+    No request is overtaken by more than ``max_overtaken`` later ones: when it has been, nobody
+    behind it is admitted before it. At most ``max_high_kappa`` requests with
+    K / T > ``high_kappa`` run at once (None: any number).
+    """
+
+    max_overtaken: int = 256
+    high_kappa: float = 100.0
+    max_high_kappa: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_overtaken < 0:
+            raise ValueError(f"admission.max_overtaken: {self.max_overtaken} must be >= 0")
+        if not self.high_kappa >= 0:
+            raise ValueError(f"admission.high_kappa: {self.high_kappa} must be >= 0")
+        if self.max_high_kappa is not None and self.max_high_kappa < 1:
+            raise ValueError(
+                f"admission.max_high_kappa: {self.max_high_kappa} must be >= 1 or null"
+            )
+
+    def eligible(self, queue: Sequence[Waiting], view: AdmissionView) -> list[int]:
+        """Positions that fit in memory by themselves and that the cap lets in, earliest first."""
+        free, cap = view.free_tokens, self.max_high_kappa
+        fits = [i for i, w in enumerate(queue) if w.request.n_tokens <= free]
+        if cap is None:
+            return fits
+        left = cap - sum(r.kappa_ratio > self.high_kappa for r in view.running)
+        allowed = []
+        for i in fits:
+            if queue[i].request.kappa_ratio > self.high_kappa:
+                if left <= 0:
+                    continue
+                left -= 1
+            allowed.append(i)
+        return allowed
+
+    def overdue(self, queue: Sequence[Waiting]) -> list[int]:
+        """Positions that may not be overtaken any more."""
+        return [i for i, w in enumerate(queue) if w.overtaken >= self.max_overtaken]
+
+    def bounded(self, queue: Sequence[Waiting], chosen: Sequence[int]) -> tuple[int, ...]:
+        """The earliest of ``chosen`` (increasing) that overtake nobody beyond the bound."""
+        kept, at = [], 0
+        left = math.inf  # nobody has been passed yet
+        for position in chosen:
+            for passed in range(at, position):
+                left = min(left, self.max_overtaken - queue[passed].overtaken)
+            if left > 0:
+                kept.append(position)
+                left -= 1
+            else:
+                left = min(left, self.max_overtaken - queue[position].overtaken)
+            at = position + 1
+        return tuple(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Fifo:
+    """In order of arrival, new tokens charged against the budget, as vLLM does (papers.md 1.2).
+
+    Stops at the first request whose K + T does not fit.
+    """
+
+    name: str = "fifo"
+
+    def choose(self, queue: Sequence[Waiting], view: AdmissionView) -> tuple[int, ...]:
+        """The longest run from the head that fits."""
+        free, budget, n = view.free_tokens, view.budget_tokens, 0
+        for waiting in queue:
+            request = waiting.request
+            if budget <= 0 or request.n_tokens > free or n >= view.free_seqs:
+                break
+            free -= request.n_tokens
+            budget -= request.n_prefill
+            n += 1
+        return tuple(range(n))
+
+
+@dataclass(frozen=True, slots=True)
+class VramAware:
+    """In order of arrival, charging K + T of memory: what does not fit is passed over."""
+
+    rules: Rules = field(default_factory=Rules)
+    name: str = "vram-aware"
+
+    def choose(self, queue: Sequence[Waiting], view: AdmissionView) -> tuple[int, ...]:
+        """First fit."""
+        order = self.rules.eligible(queue, view)
+        chosen = _fill(queue, order, view.free_tokens, view.budget_tokens, view.free_seqs)
+        return self.rules.bounded(queue, sorted(chosen))
+
+
+@dataclass(frozen=True, slots=True)
+class UtilisationAware:
+    """The set that schedules most new tokens under memory and budget (papers.md 1.2).
+
+    A request's value is its new tokens (at most the budget) plus ``aging_tokens_per_s`` for every
+    second that it has waited, so priority grows linearly with waiting. ``exact`` solves the
+    knapsack, else the greedy set is taken. Overdue requests come first, in order of arrival. Budget
+    that whole requests leave is given to the first that fits, which is then prefilled in chunks.
+    """
+
+    rules: Rules = field(default_factory=Rules)
+    exact: bool = False
+    aging_tokens_per_s: float = 0.0
+    name: str = "utilisation-aware"
+
+    def __post_init__(self) -> None:
+        if not self.aging_tokens_per_s >= 0:
+            raise ValueError(
+                f"admission.aging_tokens_per_s: {self.aging_tokens_per_s} must be >= 0"
+            )
+
+    def choose(self, queue: Sequence[Waiting], view: AdmissionView) -> tuple[int, ...]:
+        """Overdue requests, then the knapsack, then one request in part."""
+        free, budget, seqs = view.free_tokens, view.budget_tokens, view.free_seqs
+        eligible = self.rules.eligible(queue, view)
+        allowed = set(eligible)
+        chosen = []
+        for i in self.rules.overdue(queue):
+            request = queue[i].request
+            if i not in allowed or budget <= 0 or request.n_tokens > free or not seqs:
+                # It goes next: only those ahead of it may still go before it.
+                allowed = {j for j in allowed if j < i}
+                break
+            chosen.append(i)
+            allowed.discard(i)
+            free, budget, seqs = free - request.n_tokens, budget - request.n_prefill, seqs - 1
+        rest = [i for i in eligible if i in allowed]
+        chosen += self._packed(queue, rest, view.now_s, free, budget, seqs)
+        return self.rules.bounded(queue, sorted(chosen))
+
+    def _packed(
+        self,
+        queue: Sequence[Waiting],
+        positions: Sequence[int],
+        now_s: float,
+        free: int,
+        budget: int,
+        seqs: int,
+    ) -> list[int]:
+        """Positions of the most valuable set, and of one more request in part if budget is left."""
+        if budget <= 0 or seqs <= 0 or not positions:
+            return []
+        requests = [queue[i].request for i in positions]
+        tokens = [min(r.n_prefill, budget) for r in requests]
+        memory = [r.n_tokens for r in requests]
+        age = self.aging_tokens_per_s
+        values: Sequence[float] = tokens
+        if age:
+            values = [
+                t + age * (now_s - r.arrival_s) for t, r in zip(tokens, requests, strict=True)
+            ]
+        solve = knapsack.exact if self.exact else knapsack.greedy
+        picked = solve(values, memory, tokens, free, budget)[:seqs]
+        chosen = [positions[i] for i in picked]
+        free -= sum(memory[i] for i in picked)
+        budget -= sum(tokens[i] for i in picked)
+        left = set(positions) - set(chosen)
+        others = [i for i in positions if i in left]
+        return chosen + _fill(queue, others, free, budget, min(1, seqs - len(chosen)))
+
+
+@dataclass(frozen=True, slots=True)
+class FairShare:
+    """Memory shared by weight: the group that holds least for its weight admits next.
+
+    ``weights[g]`` is the weight of ``Request.group`` g. Within a group the order is that of
+    arrival; a group whose first request does not fit waits and does not hold up the others.
+    """
+
+    weights: tuple[float, ...] = (1.0,)
+    rules: Rules = field(default_factory=Rules)
+    name: str = "fair-share"
+
+    def __post_init__(self) -> None:
+        # Hydra hands over a list; a tuple keeps the policy hashable and frozen.
+        object.__setattr__(self, "weights", tuple(self.weights))
+        if not self.weights or any(not w > 0 for w in self.weights):
+            raise ValueError(f"admission.weights: {self.weights} must be one or more numbers > 0")
+
+    def choose(self, queue: Sequence[Waiting], view: AdmissionView) -> tuple[int, ...]:
+        """Repeatedly the first request of the group with the least memory held per weight."""
+        held = [0.0] * len(self.weights)
+        for request in view.running:
+            held[self._group(request)] += request.n_tokens
+        first: list[list[int]] = [[] for _ in self.weights]
+        for i in reversed(self.rules.eligible(queue, view)):
+            first[self._group(queue[i].request)].append(i)
+        free, budget, chosen = view.free_tokens, view.budget_tokens, []
+        groups = [g for g, positions in enumerate(first) if positions]
+        while groups and budget > 0 and len(chosen) < view.free_seqs:
+            group = min(groups, key=lambda g: held[g] / self.weights[g])
+            request = queue[first[group][-1]].request
+            if request.n_tokens > free:
+                groups.remove(group)
+                continue
+            chosen.append(first[group].pop())
+            held[group] += request.n_tokens
+            free, budget = free - request.n_tokens, budget - request.n_prefill
+            if not first[group]:
+                groups.remove(group)
+        return self.rules.bounded(queue, sorted(chosen))
+
+    def _group(self, request: Request) -> int:
+        if request.group >= len(self.weights):
+            raise ValueError(
+                f"group: {request.group} of request {request.index} has no weight, "
+                f"admission.weights has {len(self.weights)}"
+            )
+        return request.group
+
+
+def _fill(
+    queue: Sequence[Waiting], order: Sequence[int], free: int, budget: int, seqs: int
+) -> list[int]:
+    """First fit in ``order``; the last one may exceed the budget."""
+    chosen = []
+    for i in order:
+        if budget <= 0 or len(chosen) >= seqs:
+            break
+        request = queue[i].request
+        if request.n_tokens <= free:
+            chosen.append(i)
+            free -= request.n_tokens
+            budget -= request.n_prefill
+    return chosen

@@ -1,0 +1,206 @@
+"""``python -m sim``: one run, or with ``-m`` (and ``+experiment=NAME``) a sweep of runs.
+
+This is the edge: Hydra composes, ``sim.settings`` turns the result into frozen dataclasses, and
+nothing behind sees a configuration. What readers get wrong: in a sweep an exception must not leave
+the task, or Hydra skips the summary of all runs; a run that fails becomes a row instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from policies.cost.breakeven import BreakEven, break_even
+from policies.errors import Infeasible
+from policies.solver import SolverUnavailableError
+from sim import files
+from sim.job import make_job
+from sim.report import break_even_lines, run_table, sweep_line
+from sim.result import RunRecord
+from sim.run import RunResult, RunSpec, simulate
+from sim.settings import GROUPS, build, explain
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+USER_ERRORS = (ValueError, SolverUnavailableError)
+
+
+class WorkingFolder(SearchPathPlugin):
+    """Adds ``./conf`` of the working folder, where a calibration puts its profiles."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append ``./conf`` if it exists and is not the package's own."""
+        own = Path.cwd() / "conf"
+        if not own.is_dir() or own.samefile(CONF):
+            return
+        for path in own.glob("*/*.yaml"):
+            shipped = CONF / path.relative_to(own)
+            if shipped.is_file() and shipped.read_bytes() != path.read_bytes():
+                raise ValueError(f"{path}: has the name of a shipped file, give it another")
+        search_path.append(provider="working folder", path=f"file://{own}")
+
+
+class _Warnings(logging.Handler):
+    """Prints each warning of the library once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.seen: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print to stderr what was not printed before."""
+        message = record.getMessage()
+        if message not in self.seen:
+            self.seen.add(message)
+            _complain("warning", message)
+
+
+def _complain(kind: str, message: str) -> None:
+    sys.stderr.write(f"{kind}: {message}\n")
+
+
+# ---- one run -------------------------------------------------------------------------------------
+
+
+def run_alone(config: Mapping[str, object], overrides: list[str], folder: Path) -> None:
+    """Break-even, run, files, table. Raises what is wrong with the settings."""
+    console = Console()
+    spec = build(config, overrides)
+    found = _break_even(spec)
+    if found is not None:
+        console.print(break_even_lines(found))
+    result = _simulate(spec)
+    files.write_run(folder, result, config, files.provenance(config, overrides))
+    console.print(run_table(spec, result.record, console, overrides))
+    console.print(f"files: {_short(folder)}", highlight=False, soft_wrap=True)
+
+
+def run_in_sweep(
+    config: Mapping[str, object], overrides: list[str], folder: Path, number: int
+) -> str:
+    """Run, files, one line. Whatever goes wrong becomes a row; the row's status is returned."""
+    provenance = files.provenance(config, overrides)
+    try:
+        result = simulate(build(config, overrides))
+        files.write_run(folder, result, config, provenance)
+        record = result.record
+    except Exception as error:
+        reason = (
+            str(error) if isinstance(error, USER_ERRORS) else f"{type(error).__name__}: {error}"
+        )
+        record, row = _failed(config, reason)
+        files.write_row(folder, row, config, provenance)
+        files.write_error(folder, traceback.format_exc())
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(sweep_line(number, overrides, record))
+    return record.status
+
+
+def _break_even(spec: RunSpec) -> BreakEven | None:
+    """Of the block with most tokens; None where no request is left (the run says so)."""
+    try:
+        job = make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
+    except Infeasible:
+        return None
+    blocks = spec.policy.blocks(job.blocks)
+    placement = spec.policy.place(spec.model, spec.hardware, blocks)
+    largest = max(blocks, key=lambda block: block.n_seqs * block.max_tokens)
+    attention = spec.policy.buffers.attention
+    return break_even(spec.model, spec.hardware, placement, largest, attention)
+
+
+def _simulate(spec: RunSpec) -> RunResult:
+    """The run behind a progress bar on stderr, which a pipe or a file does not get."""
+    console = Console(stderr=True)
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True,
+        disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task("simulating", total=None)
+        return simulate(spec, lambda done, total: bar.update(task, completed=done, total=total))
+
+
+def _failed(config: Mapping[str, object], reason: str) -> tuple[RunRecord, dict[str, object]]:
+    """Row of a run whose settings may not even have been readable."""
+    names: dict[str, str] = {}
+    layers: object = None
+    for group in GROUPS:
+        part = config.get(group)
+        names[group] = str(part.get("name", "")) if isinstance(part, Mapping) else ""
+        if group == "model" and isinstance(part, Mapping) and part.get("from_hf") is None:
+            layers = part.get("n_layers")
+    record = RunRecord(
+        policy=names["policy"],
+        model=names["model"],
+        n_layers=0,
+        hardware=names["hardware"],
+        workload=names["workload"],
+        status="failed",
+        reason=reason,
+    )
+    known = layers if isinstance(layers, int) else None
+    return record, record.as_row() | {"n_layers": known, "seed": config.get("seed")}
+
+
+def _short(folder: Path) -> Path:
+    cwd = Path.cwd()
+    return folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
+
+
+# ---- Hydra ---------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Exit code: 0, 1 where a run of a sweep failed, 2 where the command is wrong."""
+    # Hydra prints its errors with advice about itself unless this is set; then it raises them.
+    wants_trace = os.environ.setdefault("HYDRA_FULL_ERROR", "0") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    Plugins.instance().register(WorkingFolder)
+    logging.getLogger().addHandler(_Warnings())
+    failed: list[int] = []
+
+    def task(composed: DictConfig) -> None:
+        settings = HydraConfig.get()
+        config = cast(dict[str, object], OmegaConf.to_container(composed, resolve=True))
+        overrides, folder = list(settings.overrides.task), Path(settings.runtime.output_dir)
+        if settings.mode is RunMode.MULTIRUN:
+            number = int(settings.job.num)
+            if run_in_sweep(config, overrides, folder, number) == "failed":
+                failed.append(number)
+            return
+        try:
+            run_alone(config, overrides, folder)
+        except USER_ERRORS as error:
+            if wants_trace:
+                raise
+            _complain("error", str(error))
+            raise SystemExit(2) from error
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+    except Exception as error:
+        message = explain(error)
+        if message is None or wants_trace:
+            raise
+        _complain("error", message)
+        return 2
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

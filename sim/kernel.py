@@ -1,0 +1,356 @@
+"""The compiled event loop: links and executes a block of requests from arrays.
+
+It means what ``policies.plan.link`` and ``sim.engine`` mean together, and a test holds it to that.
+Ops are numbered per lane, from 1: lanes serve in order, so "op n of lane L has ended" is ``done[L]
+>= n`` and a dependency is one number a lane. What readers get wrong: steps are linked while the
+block runs, so that no more than a few steps are in memory, but this is not an approximation. A lane
+that runs empty gets its next ops before the clock moves, hence nothing is ever linked too late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+N_LANES = 5  # in the order of policies.plan.op.Lane
+N_CATEGORIES = 8  # in the order of policies.trace.attribution.Category
+FORWARD, PREFILL, FENCE = 1, 2, 4  # flags of an op
+DONE, TOO_NARROW, STALLED = 0, 1, 2  # how a run ends
+
+_COMPUTE, _H2D, _D2H = 0, 1, 2
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+Function = Callable[..., Any]
+
+_compile = cast(
+    "Callable[[Function], Function]", njit(cache=True, error_model="numpy", boundscheck=False)
+)
+
+
+class Program(NamedTuple):
+    """A block as arrays. Templates lie one after another; T of them, n ops, S steps.
+
+    Step i runs template ``step_template[i]`` with the amounts from ``seconds[step_amounts[i]]`` on;
+    its ops work for step ``step_number[i] + ahead[op]``. Op o reads slots ``read[first_read[o]:
+    first_read[o + 1]]`` and writes likewise. Slots are integers in ``0..n_slots - 1``.
+    """
+
+    step_template: Ints  # (S,)
+    step_number: Ints  # (S,)
+    step_amounts: Longs  # (S,)
+    seconds: Floats
+    first_op: Longs  # (T + 1,)
+    lane_ops: Longs  # (T, N_LANES), ops of each lane
+    lane: Bytes  # (n,)
+    category: Bytes  # (n,)
+    flags: Bytes  # (n,)
+    ahead: NDArray[np.int8]  # (n,)
+    amount: Ints  # (n,)
+    first_read: Longs  # (n + 1,)
+    read: Ints
+    first_write: Longs  # (n + 1,)
+    write: Ints
+    n_slots: int
+
+
+class Outcome(NamedTuple):
+    """What a run accumulates. ``start_s``, ``end_s`` and ``waits_for`` cover the first ops only.
+
+    ``waits_for[i, L]`` is the op of lane L, numbered in that lane from 1, that op i waits for.
+    """
+
+    times_s: Floats  # (2,): end of the block, end of its prefill
+    busy_s: Floats  # (N_LANES,)
+    charged_s: Floats  # (N_CATEGORIES,), along the critical path
+    step_end_s: Floats  # (steps,), end of the last FORWARD of each step
+    start_s: Floats  # (n_recorded,)
+    end_s: Floats  # (n_recorded,)
+    waits_for: Ints  # (n_recorded, N_LANES)
+
+
+class _Window(NamedTuple):
+    """The ops in flight, op n of a lane at ``n & (width - 1)``."""
+
+    seconds: Floats  # (N_LANES, width)
+    end_s: Floats  # (N_LANES, width)
+    charged_s: Floats  # (N_LANES, width, N_CATEGORIES)
+    need: Ints  # (N_LANES, width, N_LANES)
+    kind: Bytes  # (N_LANES, width), category and flags
+    step: Ints  # (N_LANES, width)
+    index: Longs  # (N_LANES, width), position in the plan
+
+
+class _Slots(NamedTuple):
+    """Last writer of each slot and its last reader of each lane since; 0: none."""
+
+    writer_lane: Bytes
+    writer: Ints
+    reader: Ints  # (n_slots, N_LANES)
+
+
+class _Lanes(NamedTuple):
+    """State of each lane. ``left_s`` and ``since_s`` matter on the shared link only."""
+
+    linked: Longs  # number of ops linked
+    done: Longs  # number of ops ended
+    floor: Longs  # ops up to this one lie before the last fence
+    blocked_lane: Longs  # a lane that the head waits for ...
+    blocked_op: Longs  # ... and the op, 0: the head is not known to wait
+    running: Bytes
+    start_s: Floats
+    finish_s: Floats  # infinite while idle
+    left_s: Floats
+    since_s: Floats
+    rate: Floats
+
+
+@_compile
+def _wait_for_slots(
+    program: Program, slots: _Slots, lanes: _Lanes, need: Ints, op: int, lane: int, number: int
+) -> None:
+    """Write into ``need`` what op ``number`` of a lane waits for, and book its slots."""
+    for i in range(program.first_read[op], program.first_read[op + 1]):
+        slot = program.read[i]
+        other, writer = slots.writer_lane[slot], slots.writer[slot]
+        if writer > need[other] and writer > lanes.floor[other]:
+            need[other] = writer
+        slots.reader[slot, lane] = number
+    for i in range(program.first_write[op], program.first_write[op + 1]):
+        slot = program.write[i]
+        other, writer = slots.writer_lane[slot], slots.writer[slot]
+        if writer > need[other] and writer > lanes.floor[other]:
+            need[other] = writer
+        for reading in range(N_LANES):
+            reader = slots.reader[slot, reading]
+            if reader > need[reading] and reader > lanes.floor[reading]:
+                need[reading] = reader
+            slots.reader[slot, reading] = 0
+        slots.writer_lane[slot] = lane
+        slots.writer[slot] = number
+
+
+@_compile
+def _link_step(
+    program: Program,
+    window: _Window,
+    slots: _Slots,
+    lanes: _Lanes,
+    outcome: Outcome,
+    step: int,
+    index: int,
+    fence: int,
+) -> int:
+    """Queue the ops of one step; ``index`` is the position of its first. Returns the last fence."""
+    mask = window.seconds.shape[1] - 1
+    template, amounts = program.step_template[step], program.step_amounts[step]
+    first, stop = program.first_op[template], program.first_op[template + 1]
+    for op in range(first, stop):
+        lane, flags = program.lane[op], program.flags[op]
+        lanes.linked[lane] += 1
+        number = lanes.linked[lane]
+        at = number & mask
+        need = window.need[lane, at]
+        need[:] = 0
+        if flags & FENCE:
+            for other in range(N_LANES):
+                need[other] = lanes.linked[other]
+                lanes.floor[other] = lanes.linked[other]
+            fence = number
+        else:
+            need[_COMPUTE] = fence
+            _wait_for_slots(program, slots, lanes, need, op, lane, number)
+        need[lane] = 0
+        if index < outcome.start_s.shape[0]:
+            outcome.waits_for[index] = need
+        for other in range(N_LANES):
+            # Ended ops are neither waited for nor binding: the lane's previous op ends no earlier.
+            if need[other] <= lanes.done[other]:
+                need[other] = 0
+        at_step = program.step_number[step] + program.ahead[op]
+        if at_step > 0:
+            flags &= ~PREFILL
+        window.seconds[lane, at] = program.seconds[amounts + program.amount[op]]
+        window.kind[lane, at] = program.category[op] | flags << 4
+        window.step[lane, at] = at_step
+        window.index[lane, at] = index
+        index += 1
+    return fence
+
+
+@_compile
+def _slow_down(lanes: _Lanes, lane: int, rate: float, now_s: float) -> None:
+    """Bring the copy on ``lane`` up to date and let it go on at ``rate``."""
+    left_s = lanes.left_s[lane] - (now_s - lanes.since_s[lane]) * lanes.rate[lane]
+    lanes.left_s[lane] = max(0.0, left_s)
+    lanes.since_s[lane] = now_s
+    lanes.rate[lane] = rate
+    lanes.finish_s[lane] = now_s + lanes.left_s[lane] / rate
+
+
+@_compile
+def _start_head(window: _Window, lanes: _Lanes, lane: int, now_s: float, duplex: float) -> None:
+    """Start the first op of an idle lane if all that it waits for has ended."""
+    number = lanes.done[lane] + 1
+    if number > lanes.linked[lane]:
+        return
+    mask = window.seconds.shape[1] - 1
+    at = number & mask
+    need = window.need[lane, at]
+    binding_lane, binding_at, latest_s = lane, (number - 1) & mask, -1.0
+    if number > 1:
+        latest_s = window.end_s[lane, binding_at]
+    for other in range(N_LANES):
+        dep = need[other]
+        if dep:
+            if dep > lanes.done[other]:
+                lanes.blocked_lane[lane], lanes.blocked_op[lane] = other, dep
+                return
+            if window.end_s[other, dep & mask] > latest_s:
+                binding_lane, binding_at = other, dep & mask
+                latest_s = window.end_s[other, binding_at]
+    lanes.blocked_op[lane] = 0
+    for category in range(N_CATEGORIES):
+        window.charged_s[lane, at, category] = (
+            window.charged_s[binding_lane, binding_at, category] if latest_s >= 0.0 else 0.0
+        )
+    lanes.running[lane] = 1
+    lanes.start_s[lane] = now_s
+    seconds = window.seconds[lane, at]
+    if duplex < 1.0 and (lane == _H2D or lane == _D2H):
+        opposite = _H2D + _D2H - lane
+        rate = duplex if lanes.running[opposite] else 1.0
+        if lanes.running[opposite]:
+            _slow_down(lanes, opposite, duplex, now_s)
+        lanes.left_s[lane], lanes.since_s[lane], lanes.rate[lane] = seconds, now_s, rate
+        lanes.finish_s[lane] = now_s + seconds / rate
+    else:
+        lanes.finish_s[lane] = now_s + seconds
+
+
+@_compile
+def _end_head(
+    window: _Window, lanes: _Lanes, outcome: Outcome, lane: int, now_s: float, duplex: float
+) -> int:
+    """End the op that runs on ``lane``; its position in the plan."""
+    number = lanes.done[lane] + 1
+    at = number & (window.seconds.shape[1] - 1)
+    start_s, kind, index = lanes.start_s[lane], window.kind[lane, at], window.index[lane, at]
+    window.end_s[lane, at] = now_s
+    window.charged_s[lane, at, kind & 15] += now_s - start_s
+    outcome.busy_s[lane] += now_s - start_s
+    if kind >> 4 & PREFILL:
+        outcome.times_s[1] = now_s
+    if kind >> 4 & FORWARD:
+        outcome.step_end_s[window.step[lane, at]] = now_s
+    if index < outcome.start_s.shape[0]:
+        outcome.start_s[index], outcome.end_s[index] = start_s, now_s
+    lanes.done[lane] = number
+    lanes.running[lane] = 0
+    lanes.finish_s[lane] = np.inf
+    if duplex < 1.0 and (lane == _H2D or lane == _D2H):
+        opposite = _H2D + _D2H - lane
+        if lanes.running[opposite]:
+            _slow_down(lanes, opposite, 1.0, now_s)
+    return index
+
+
+@_compile
+def _starving(lanes: _Lanes, later: Longs) -> bool:
+    """Whether a lane is empty that some later step has ops for."""
+    for lane in range(N_LANES):
+        if lanes.done[lane] == lanes.linked[lane] and later[lane]:
+            return True
+    return False
+
+
+@_compile
+def run_block(program: Program, outcome: Outcome, duplex: float, width: int) -> int:
+    """Run a block from time 0 into ``outcome``, which must be all zeros.
+
+    ``width``, a power of two, is how many ops of a lane may be in flight. ``TOO_NARROW`` asks for a
+    wider window and a new start; ``STALLED`` means that ops are left and none can start.
+    """
+    n_steps = program.step_template.shape[0]
+    window = _Window(
+        np.empty((N_LANES, width)),
+        np.zeros((N_LANES, width)),
+        np.zeros((N_LANES, width, N_CATEGORIES)),
+        np.zeros((N_LANES, width, N_LANES), np.int32),
+        np.zeros((N_LANES, width), np.uint8),
+        np.zeros((N_LANES, width), np.int32),
+        np.zeros((N_LANES, width), np.int64),
+    )
+    slots = _Slots(
+        np.zeros(program.n_slots, np.uint8),
+        np.zeros(program.n_slots, np.int32),
+        np.zeros((program.n_slots, N_LANES), np.int32),
+    )
+    lanes = _Lanes(
+        np.zeros(N_LANES, np.int64),
+        np.zeros(N_LANES, np.int64),
+        np.zeros(N_LANES, np.int64),
+        np.zeros(N_LANES, np.int64),
+        np.zeros(N_LANES, np.int64),
+        np.zeros(N_LANES, np.uint8),
+        np.zeros(N_LANES),
+        np.full(N_LANES, np.inf),
+        np.zeros(N_LANES),
+        np.zeros(N_LANES),
+        np.ones(N_LANES),
+    )
+    later = np.zeros(N_LANES, np.int64)  # ops of each lane in the steps not yet linked
+    for step in range(n_steps):
+        later += program.lane_ops[program.step_template[step]]
+    done_then = np.zeros((n_steps + 1, N_LANES), np.int64)  # when a step was linked
+    linked_then = np.zeros((n_steps + 1, N_LANES), np.int64)  # after it was
+    oldest = 0  # step that may have ops in flight
+    n_linked, n_ops, n_ended, fence = 0, 0, 0, 0
+    now_s, last_index = 0.0, -1
+    lane = -1
+    while True:
+        fresh = False
+        while n_linked < n_steps and _starving(lanes, later):
+            template = program.step_template[n_linked]
+            while oldest < n_linked and np.all(lanes.done >= linked_then[oldest]):
+                oldest += 1
+            done_then[n_linked] = lanes.done
+            for other in range(N_LANES):
+                ahead = lanes.linked[other] + program.lane_ops[template, other]
+                if ahead - width >= done_then[oldest, other]:
+                    return TOO_NARROW
+            fence = _link_step(program, window, slots, lanes, outcome, n_linked, n_ops, fence)
+            n_ops += program.first_op[template + 1] - program.first_op[template]
+            later -= program.lane_ops[template]
+            linked_then[n_linked] = lanes.linked
+            n_linked += 1
+            fresh = True
+        for other in range(N_LANES):
+            if not lanes.running[other] and (
+                fresh
+                or other == lane
+                or (lanes.blocked_lane[other] == lane and lanes.blocked_op[other] > 0)
+            ):
+                _start_head(window, lanes, other, now_s, duplex)
+        lane = 0
+        for other in range(1, N_LANES):
+            if lanes.finish_s[other] < lanes.finish_s[lane]:
+                lane = other
+        if not lanes.running[lane]:
+            break
+        now_s = lanes.finish_s[lane]
+        index = _end_head(window, lanes, outcome, lane, now_s, duplex)
+        n_ended += 1
+        if now_s > outcome.times_s[0] or index < last_index or last_index < 0:
+            # Of the ops that end last, the first of the plan ends the critical path.
+            outcome.times_s[0], last_index = now_s, index
+            at = lanes.done[lane] & (width - 1)
+            for category in range(N_CATEGORIES):
+                outcome.charged_s[category] = window.charged_s[lane, at, category]
+    return DONE if n_ended == n_ops and n_linked == n_steps else STALLED

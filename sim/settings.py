@@ -1,0 +1,250 @@
+"""From a composed configuration to the frozen dataclasses of a run, and from what is wrong with it
+to one line that says so.
+
+What readers get wrong: a configuration key that nothing reads is not harmless, it is a setting that
+somebody believes in. Unknown keys are refused, at every level, with the keys that exist.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from hydra.errors import (
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from policies.drive import Policy
+from policies.solver import SOLVERS
+from policies.spec.hardware import HardwareProfile
+from policies.spec.hardware_build import hardware_from_mapping
+from policies.spec.model import ModelSpec
+from policies.spec.model_hf import load_hf_config
+from sim.job import WorkloadSpec
+from sim.run import RunSpec
+
+GROUPS = ("model", "hardware", "workload", "policy")
+_READ_HERE = (*GROUPS, "seed", "trace", "belief")
+_READ_BY_SWEEPS = ("experiment",)  # a name that an experiment file may give itself
+
+
+def build(config: Mapping[str, object], overrides: Collection[str] = ()) -> RunSpec:
+    """The run that a resolved configuration describes.
+
+    ``overrides`` are the command line's: with ``model.from_hf`` they decide which fields of
+    ``model`` win over the file. ``ValueError`` names the key, its value and what is allowed.
+    """
+    for key in config:
+        if key not in _READ_HERE and key not in _READ_BY_SWEEPS:
+            raise ValueError(unknown_key("", key, (*_READ_HERE, *_READ_BY_SWEEPS)))
+    hardware = hardware_from_mapping(_group(config, "hardware"))
+    seed = _value("seed", int, config.get("seed", 0))
+    if seed < 0:
+        raise ValueError(f"seed: {seed} must be >= 0")
+    return RunSpec(
+        model=_model(_group(config, "model"), overrides),
+        hardware=hardware,
+        policy=_policy(_group(config, "policy")),
+        workload=_workload(_group(config, "workload")),
+        belief=_belief(_group(config, "hardware"), config.get("belief")),
+        trace=_value("trace", str, config.get("trace", "auto")),
+        seed=seed,
+    )
+
+
+def _group(config: Mapping[str, object], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: {value!r} must be a mapping, as {name}=NAME gives")
+    return {str(key): part for key, part in value.items()}
+
+
+def _model(data: dict[str, Any], overrides: Collection[str]) -> ModelSpec:
+    """From ``data`` alone, or from a config.json and the fields that ``overrides`` name."""
+    path = data.pop("from_hf", None)
+    if path is None:
+        return ModelSpec(**_checked("model", ModelSpec, data))
+    base = asdict(load_hf_config(_value("model.from_hf", str, path)))
+    for override in overrides:
+        group, _, field = override.partition("=")[0].lstrip("+~").partition(".")
+        if group == "model" and field and field != "from_hf":
+            base[field] = data.get(field)
+    return ModelSpec(**_checked("model", ModelSpec, base))
+
+
+def _workload(data: dict[str, Any]) -> WorkloadSpec:
+    if data.get("batch_size") == "auto":
+        data["batch_size"] = None
+    elif isinstance(data.get("batch_size"), str):
+        raise ValueError(
+            f"workload.batch_size: {data['batch_size']!r} is neither a number nor auto"
+        )
+    path = data.get("path")
+    if data.get("task") is not None and path is None:
+        raise ValueError(
+            f"workload.task: {data['task']!r} selects rows of workload.path, which is null"
+        )
+    if path is not None:
+        if data.get("n_generated") is not None:
+            raise ValueError(
+                f"workload.n_generated: {data['n_generated']} must be null with workload.path"
+            )
+        stem = Path(_value("workload.path", str, path)).stem
+        data |= {"source": "path", "name": stem}
+    return WorkloadSpec(**_checked("workload", WorkloadSpec, data))
+
+
+def _policy(data: dict[str, Any]) -> Policy:
+    target = data.get("_target_")
+    if not isinstance(target, str):
+        raise ValueError(f"policy._target_: {target!r} must name a class, policies.flexgen.FlexGen")
+    module, _, name = target.rpartition(".")
+    try:
+        cls: Any = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"policy._target_: {target!r} cannot be imported ({error})") from error
+    if not (isinstance(cls, type) and is_dataclass(cls)) or not hasattr(cls, "decide"):
+        raise ValueError(f"policy._target_: {target!r} is no policy (a dataclass with decide())")
+    values = {key: value for key, value in data.items() if key != "_target_"}
+    _checked("policy", cls, values)
+    if values.get("solver", SOLVERS[0]) not in SOLVERS:
+        raise ValueError(f"policy.solver: {values['solver']!r} is none of {', '.join(SOLVERS)}")
+    try:
+        return cast(Policy, instantiate(data, _convert_="all"))
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
+
+
+def _belief(hardware: dict[str, Any], belief: object) -> HardwareProfile | None:
+    """The profile with the numbers of ``belief`` in place of its own; None if there are none."""
+    if belief is None or belief == {}:
+        return None
+    if not isinstance(belief, Mapping):
+        raise ValueError(f"belief: {belief!r} must be null or a mapping of hardware numbers")
+    believed = _merged("belief", hardware, belief)
+    try:
+        return hardware_from_mapping(believed)
+    except ValueError as error:
+        raise ValueError(f"belief{str(error).removeprefix('hardware')}") from error
+
+
+def _merged(root: str, base: Mapping[str, Any], over: Mapping[Any, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        if key not in base:
+            raise ValueError(unknown_key(root, key, base))
+        nested = isinstance(value, Mapping) and isinstance(base[key], Mapping)
+        merged[key] = _merged(f"{root}.{key}", base[key], value) if nested else value
+    return merged
+
+
+# ---- types of values -----------------------------------------------------------------------------
+
+
+def _checked(root: str, cls: type[Any], data: Mapping[str, object]) -> dict[str, Any]:
+    """``data`` if it has the fields of dataclass ``cls``, each of its declared type."""
+    hints = get_type_hints(cls)
+    known = [field.name for field in fields(cls)]
+    for key in data:
+        if key not in known:
+            raise ValueError(unknown_key(root, key, known))
+    for field in fields(cls):
+        if field.name not in data and field.default is MISSING:
+            raise ValueError(f"{root}.{field.name}: is missing, {cls.__name__} needs it")
+    return {key: _value(f"{root}.{key}", hints[key], value) for key, value in data.items()}
+
+
+def _value(name: str, kind: Any, value: object) -> Any:
+    if not _is(kind, value):
+        hint = " (write it without an exponent)" if _whole(value) and kind is not str else ""
+        raise ValueError(f"{name}: {value!r} must be {_said(kind)}{hint}")
+    return value
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _is(kind: Any, value: object) -> bool:
+    if get_origin(kind) in (Union, types.UnionType):
+        return any(_is(part, value) for part in get_args(kind))
+    if get_origin(kind) is tuple:
+        items = value if isinstance(value, Sequence) and not isinstance(value, str) else [None]
+        return all(_is(float, item) for item in items)
+    if kind is types.NoneType:
+        return value is None
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    if kind is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def _said(kind: Any) -> str:
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_said(part) for part in get_args(kind))
+    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
+    if get_origin(kind) is tuple:
+        return "a list of numbers"
+    return "null" if kind is types.NoneType else words.get(kind, str(kind))
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def unknown_key(root: str, key: object, known: Iterable[object]) -> str:
+    """Message that names an unknown key, its nearest neighbours and all that exist."""
+    names = sorted(str(name) for name in known)
+    full = f"{root}.{key}" if root else str(key)
+    return f"{full}: unknown key{_nearest(str(key), names)}; the keys here are {', '.join(names)}"
+
+
+def _nearest(word: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, names, n=2, cutoff=0.6)
+    return f", did you mean {' or '.join(close)}?" if close else ""
+
+
+def explain(error: BaseException) -> str | None:
+    """One line for an error that a user can cause; None for one that is a defect of the program."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_option(error)
+    if isinstance(error, OverrideParseException):
+        reason = str(error).partition("See https://")[0]
+        return f"{error.override!r} cannot be read as KEY=VALUE: {' '.join(reason.split())}"
+    causes = (error, error.__cause__)
+    for cause in causes:
+        if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
+            parent = cause.parent_node
+            if cause.full_key and cause.key not in parent:
+                root = str(cause.full_key).rpartition(".")[0]
+                if root == "belief" and not len(parent):
+                    return (
+                        f"{cause.full_key}: belief is empty, add to it with a +, +belief.KEY=VALUE"
+                    )
+                return unknown_key(root, cause.key, parent.keys())
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        details = [str(cause) for cause in causes if cause is not None]
+        return " ".join(" ".join(details).split())
+    return str(error) if isinstance(error, ValueError) else None
+
+
+def _unknown_option(error: MissingConfigException) -> str:
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    names = sorted(str(option) for option in error.options or ())
+    if not names:
+        return f"{group or 'config'}: {name!r} does not exist, nor does any other {group}"
+    return f"{group}: {name!r} does not exist{_nearest(name, names)}; there are {', '.join(names)}"

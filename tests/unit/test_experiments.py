@@ -1,0 +1,377 @@
+"""Sweeps: results of every kind of run become rows, a table and figures; every experiment runs."""
+
+import io
+import warnings
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from experiments import ablation, attribution, memory, policies, style, timeline
+from experiments.callback import Aggregate, draw_figure
+from experiments.load import load_sweep, run_config, write_results
+from experiments.progress import SweepProgress, count_runs
+from experiments.table import comparison, significant, status_text, swept_columns
+from policies.trace.jsonl import read_jsonl
+from sim.files import write_row, write_run
+from sim.result import RunRecord
+from sim.run import simulate
+from sim.settings import build
+
+CONF = Path(__file__).parents[2] / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+STEPS = sorted(path.stem for path in (CONF / "step").glob("*.yaml"))
+
+
+@lru_cache
+def composed(*overrides: str, with_hydra: bool = False):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return compose("config", list(overrides), return_hydra_config=with_hydra)
+
+
+def settings(*overrides: str) -> dict[str, object]:
+    return OmegaConf.to_container(composed(*overrides), resolve=True)
+
+
+def run_cell(folder: Path, overrides: list[str]) -> None:
+    """One run as the command line makes it in a sweep, Hydra's own files included."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    config = settings(*overrides)
+    choices = {group: config[group]["name"] for group in ("policy", "model", "hardware")}
+    note = {"hydra": {"runtime": {"choices": choices}}}
+    (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(note))
+    write_run(folder, simulate(build(config, overrides)), config, {})
+
+
+def cell(policy: str, prompt_len: int, *more: str) -> list[str]:
+    return [f"policy={policy}", f"workload.prompt_len={prompt_len}", "model=tiny",
+            "workload=fixed", "workload.gen_len=3", "workload.batch_size=2",
+            *(more or ("hardware.gpu_bytes=25769803776",))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> Path:
+    """Runs that went well, did not fit, failed, left nothing, and left half a file."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for i, policy in enumerate(("accelerate", "flexgen", "tightllm")):
+        run_cell(folder / str(i), cell(policy, 16))
+    run_cell(folder / "3", cell("accelerate", 32, "hardware.gpu_bytes=1073750000"))
+    run_cell(folder / "4", cell("flexgen", 32))
+    failed = RunRecord("tightllm", "tiny", 2, "rtx3090", "fixed", status="failed", reason="no luck")
+    (folder / "10" / ".hydra").mkdir(parents=True)
+    write_row(folder / "10", failed.as_row(), {}, {})
+    for name in ("5", "6"):
+        run_cell(folder / name, cell("tightllm", 32))
+    (folder / "5" / "result.json").unlink()
+    text = (folder / "6" / "result.json").read_text()
+    (folder / "6" / "result.json").write_text(text[: len(text) // 2])
+    (folder / "notes").mkdir()  # not a run
+    return folder
+
+
+class TestLoad:
+    def test_a_row_for_every_run_in_run_order(self, sweep):
+        results = load_sweep(sweep)
+        assert list(results["run"]) == ["0", "1", "2", "3", "4", "5", "6", "10"]
+        expected = ["ok", "ok", "ok", "oom", "ok", "failed", "failed", "failed"]
+        assert list(results["status"]) == expected
+        assert set(RunRecord.__dataclass_fields__) <= set(results)
+        assert "config" not in results
+
+    def test_dead_runs_say_what_they_were_and_why_they_are_empty(self, sweep):
+        results = load_sweep(sweep).set_index("run")
+        for run, reason in (("5", "missing"), ("6", "cannot be read")):
+            row = results.loc[run]
+            assert (row["policy"], row["prompt_len"], row["model"]) == ("tightllm", 32, "tiny")
+            assert reason in row["reason"]
+            assert pd.isna(row["decode_tokens_per_s"])
+
+    def test_csv_reads_back(self, sweep, tmp_path):
+        results = load_sweep(sweep)
+        write_results(results, tmp_path / "results.csv")
+        back = pd.read_csv(tmp_path / "results.csv")
+        assert list(back.columns) == list(results.columns)
+        np.testing.assert_allclose(back["makespan_s"], results["makespan_s"].astype(float))
+        assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]
+
+    def test_failed_write_leaves_the_old_file(self, tmp_path, monkeypatch):
+        path = tmp_path / "results.csv"
+        path.write_text("old")
+        monkeypatch.setattr(pd.DataFrame, "to_csv", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_results(pd.DataFrame({"a": [1]}), path)
+        assert path.read_text() == "old"
+
+    def test_no_runs_is_an_error(self, tmp_path):
+        with pytest.raises(ValueError, match="no run folders"):
+            load_sweep(tmp_path)
+
+    def test_config_of_a_run(self, sweep):
+        assert run_config(sweep, "0")["workload"]["prompt_len"] == 16
+        with pytest.raises(ValueError, match="missing"):
+            run_config(sweep, "5")
+
+
+class TestTable:
+    def printed(self, results: pd.DataFrame, width: int) -> str:
+        console = Console(file=io.StringIO(), width=width)
+        console.print(comparison(results, "title", width))
+        return console.file.getvalue()
+
+    def test_only_what_differs_is_a_column(self, sweep):
+        swept = swept_columns(load_sweep(sweep))
+        assert swept[:2] == ["policy", "prompt_len"]
+        assert "model" not in swept
+        assert "override.hardware.gpu_bytes" in swept
+
+    @pytest.mark.parametrize("width", [80, 120])
+    def test_fits_and_names_every_policy_and_outcome(self, sweep, width):
+        text = self.printed(load_sweep(sweep), width)
+        assert max(map(len, text.splitlines())) <= width
+        for word in ("accelerate", "flexgen", "tightllm", "oom gpu:", "failed:", "model tiny"):
+            assert word in text
+
+    def test_out_of_memory_reads_as_need_and_have(self):
+        row = pd.Series({"status": "oom", "oom_tier": "gpu", "need_bytes": 91.2e9,
+                         "have_bytes": 24.7e9})  # fmt: skip
+        assert status_text(row) == "oom gpu: need 91.2 GB, have 24.7 GB"
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(0.0, "0"), (14.82, "14.8"), (1234.5, "1,234"), (0.09164, "0.0916"), (0.9996, "1.00"),
+         (999.6, "1,000"), (3.2e9, "3.2e+09"), (2.5e-6, "2.5e-06")],
+    )  # fmt: skip
+    def test_three_significant_digits(self, value, text):
+        assert significant(value) == text
+
+
+class TestCallback:
+    def config(self, folder: Path):
+        return OmegaConf.create(
+            {
+                "hydra": {
+                    "sweep": {"dir": str(folder)},
+                    "sweeper": {"params": {"policy": "a,b"}},
+                    "overrides": {"task": ["seed=1,2,3", "trace=none"]},
+                    "runtime": {"choices": {"experiment": "mine"}},
+                }
+            }
+        )
+
+    def test_table_csv_and_figures_survive_a_raising_figure(self, sweep, monkeypatch, capsys):
+        monkeypatch.setattr(ablation, "loss", lambda *_: 1 / 0)
+        callback = Aggregate(["ablation.loss", "nothing.here", "throughput.both"])
+        callback.on_multirun_start(self.config(sweep))
+        callback.on_job_end(self.config(sweep), None)
+        callback.on_multirun_end(self.config(sweep))
+        out = " ".join(capsys.readouterr().out.split())
+        assert "mine: 8 runs" in out
+        assert "figure ablation.loss was not drawn: ZeroDivisionError" in out
+        assert "figure nothing.here was not drawn: ValueError: figures: 'nothing.here'" in out
+        assert len(pd.read_csv(sweep / "results.csv")) == 8
+        assert (sweep / "throughput_both.png").stat().st_size > 10_000
+
+    def test_counts_runs_as_the_sweeper_does(self):
+        assert count_runs(["policy=a,b", "seed=1,2,3", "trace=none"]) == 6
+        assert count_runs(["trace=none"]) == 1
+        assert count_runs(["seed=range(4)"]) == 4
+
+    def test_progress_only_on_a_terminal(self):
+        for terminal in (True, False):
+            console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+            progress = SweepProgress(40, console)
+            for _ in range(12):
+                progress.advance()
+            progress.finish()
+            assert ("12/40" in console.file.getvalue()) == terminal
+
+    def test_single_runs_are_left_alone(self):
+        callback = Aggregate()
+        callback.on_job_end(OmegaConf.create({}), None)
+        assert callback.progress is None
+
+
+def frame(**columns) -> pd.DataFrame:
+    """A row a combination of the listed values, with plausible results."""
+    lists = {name: value for name, value in columns.items() if isinstance(value, list)}
+    rows = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
+    base = {**RunRecord("p", "opt-30b", 48, "a800", "fixed").as_row(), "bottleneck": "disk"}
+    base |= {"n_requests": 8, "n_batches": 4, "batch_size": 2, "prompt_len": 512, "max_new": 64}
+    out = pd.DataFrame([{**base, "run": str(i), **row} for i, row in enumerate(rows)])
+    for i, name in enumerate(("prefill_tokens_per_s", "decode_tokens_per_s", "makespan_s")):
+        out[name] = [10.0 ** (i + 1) * (1 + n % 5) for n in range(len(out))]
+    return out
+
+
+VARIANTS = ["tightllm-no-both", "tightllm-no-distributor", "tightllm-no-loader", "tightllm"]
+BASELINES = ["accelerate", "flexgen", "tightllm"]
+FRAMES = {
+    "ablation.throughput": frame(policy=VARIANTS, hardware=["a800", "t4"], prompt_len=[512, 8192]),
+    "ablation.loss": frame(policy=VARIANTS, hardware=["a800", "t4"], prompt_len=[512, 8192]),
+    "policies.speedup": frame(policy=BASELINES, model=["opt-13b", "x"], prompt_len=[512, 2048]),
+    "throughput.both": frame(policy=BASELINES, model=["opt-13b", "x"], prompt_len=[512, 2048]),
+    "throughput.decode": frame(policy=[*BASELINES, "mine"], workload=["fixed", "finqa"]),
+    "throughput.prefill": frame(policy=BASELINES, prompt_len=[700, 1024]),
+    "tasks.completion": frame(policy=BASELINES, workload=["translation", "extraction"]),
+    "attribution.decode": frame(policy=BASELINES).assign(**{"override.step": ["1", "2", "3"]}),
+    "attribution.prefill": frame(policy=BASELINES).assign(**{"override.step": ["1", "2", "3"]}),
+}
+
+
+class TestFigures:
+    @pytest.mark.parametrize("name", FRAMES)
+    @pytest.mark.parametrize("with_oom", [False, True])
+    def test_draws_without_warnings(self, name, with_oom, tmp_path):
+        results = FRAMES[name].copy()
+        if with_oom:
+            lost = results.index[0]
+            results["status"] = results["status"].mask(results.index == lost, "oom")
+            measured = ["prefill_tokens_per_s", "decode_tokens_per_s", "makespan_s"]
+            results.loc[lost, measured] = np.nan
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            draw_figure(name, results, tmp_path, tmp_path / "figure.png")
+        assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
+
+    @pytest.mark.parametrize("name", FRAMES)
+    def test_nothing_to_draw_is_said(self, name, tmp_path):
+        results = FRAMES[name].assign(status="failed")
+        with pytest.raises(ValueError, match="nothing to draw"):
+            draw_figure(name, results, tmp_path, tmp_path / "figure.png")
+        assert not (tmp_path / "figure.png").exists()
+
+    def test_losses_are_relative_to_tightllm(self):
+        results = frame(policy=VARIANTS)
+        results["decode_tokens_per_s"] = [6.0, 7.0, 8.0, 10.0]
+        found = ablation.losses(results, "decode_tokens_per_s").loc[("a800", 512)]
+        assert found.to_dict() == pytest.approx(
+            {VARIANTS[0]: 0.4, VARIANTS[1]: 0.3, VARIANTS[2]: 0.2}
+        )
+
+    def test_speedups_are_of_tightllm_and_missing_where_a_baseline_failed(self):
+        results = frame(policy=BASELINES)
+        results["decode_tokens_per_s"] = [2.0, np.nan, 10.0]
+        results.loc[1, "status"] = "oom"
+        found = policies.speedups(results, "decode_tokens_per_s").loc[("a800", "opt-30b", 512)]
+        assert found["accelerate"] == 5.0
+        assert np.isnan(found["flexgen"])
+
+    def test_factors_multiply_to_the_total_across_a_gap(self):
+        results = frame(policy=["a", "b", "c", "d"]).assign(**{"override.step": list("1234")})
+        results["decode_tokens_per_s"] = [2.0, np.nan, 3.0, 12.0]
+        results.loc[1, "status"] = "oom"
+        found = attribution.factors(results, "decode_tokens_per_s")
+        assert found["factor"].dropna().tolist() == [1.5, 4.0]
+        assert found["total"].iloc[-1] == found["factor"].prod() == 6.0
+
+    def test_steps_must_run_the_same_requests(self):
+        results = FRAMES["attribution.decode"].assign(n_requests=[8, 8, 16])
+        with pytest.raises(ValueError, match="8, 16 requests"):
+            attribution.factors(results, "decode_tokens_per_s")
+
+    def test_colours_are_distinct_and_fixed(self):
+        assert len(set(style.POLICY_COLOURS.values())) == len(style.POLICY_COLOURS)
+        assert style.colour("tightllm", ["x", "tightllm"]) == style.colour("tightllm")
+        assert style.colour("x", ["x", "y"]) != style.colour("y", ["x", "y"])
+        assert {path.stem for path in (CONF / "policy").glob("*.yaml")} <= set(style.POLICY_COLOURS)
+
+    def test_timeline_window_is_one_decode_step(self, tmp_path):
+        run_cell(tmp_path / "0", [*cell("flexgen", 16), "workload.gen_len=4", "trace=full"])
+        spans = read_jsonl(tmp_path / "0" / "trace.jsonl").spans
+        inside, start, end, step = timeline.window(spans)
+        assert step == 2
+        heads = [s for s in spans if s.key.startswith("forward/g0/s2/l2/")]
+        assert end == max(s.end_s for s in heads)
+        assert start < min(s.start_s for s in spans if s.key.startswith("forward/g0/s2/l0/"))
+        assert all(s.start_s < end and s.end_s > start for s in inside)
+        timeline.step(load_sweep(tmp_path), tmp_path, tmp_path / "step.png")
+        assert (tmp_path / "step.png").exists()
+        with pytest.raises(ValueError, match="no decode step"):
+            timeline.window([s for s in spans if "/s0/" in s.key])
+
+    def test_memory_cases_are_exact(self, tmp_path):
+        config = settings("model=opt-30b")
+        record = replace(RunRecord("tightllm", "opt-30b", 48, "a800", "fixed"), batch_size=64,
+                         prompt_len=2048, peak_gpu_bytes=1, peak_host_bytes=2**31)  # fmt: skip
+        (tmp_path / "0").mkdir()
+        write_row(tmp_path / "0", record.as_row(), config, {})
+        (case,) = memory.cases(load_sweep(tmp_path), tmp_path)
+        assert case.printed == case.paper.whole_gib == 225
+        memory.footprints(load_sweep(tmp_path), tmp_path, tmp_path / "memory.png")
+        assert (tmp_path / "memory.png").exists()
+
+
+def grid(experiment: str) -> dict[str, list[str]]:
+    """Swept keys of an experiment and their values."""
+    hydra = composed(f"+experiment={experiment}", with_hydra=True).hydra
+    texts = [f"{name}={value}" for name, value in hydra.sweeper.params.items()]
+    found = {}
+    for override in OverridesParser.create().parse_overrides(texts):
+        name = str(override.input_line).partition("=")[0]
+        found[name] = list(override.sweep_string_iterator())
+    return found
+
+
+SHRUNK = {  # values to keep instead of the first one, and what makes a run small
+    "ablation": ({"policy": 4}, ["model.n_layers=2"]),
+    "attribution": ({"+step": 9}, ["model.n_layers=2", "workload.batch_size=2"]),
+    "memory": ({"workload.batch_size": 2}, []),  # a footprint is of the whole model
+    "tasks": ({"policy": 2}, ["model.n_layers=2", "workload.limit=8"]),
+    "policies": ({"policy": 4}, ["model.n_layers=2"]),
+}
+
+
+class TestExperiments:
+    def test_all_asked_for_exist(self):
+        assert set(EXPERIMENTS) == {
+            "ablation", "attribution", "decode-length", "memory", "motivation-175b", "policies",
+            "prefill-length", "tasks", "timeline",
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("name", EXPERIMENTS)
+    def test_sweeps_over_what_exists_and_draws_what_exists(self, name):
+        hydra = composed(f"+experiment={name}", with_hydra=True).hydra
+        assert hydra.mode.name == "MULTIRUN"
+        assert hydra.callbacks.aggregate.figures
+        for key, values in grid(name).items():
+            group = CONF / key.lstrip("+")
+            if group.is_dir():
+                assert set(values) <= {path.stem for path in group.glob("*.yaml")}
+            assert len(values) == len(set(values)) > 1
+
+    @pytest.mark.parametrize("name", EXPERIMENTS)
+    def test_runs_when_shrunk(self, name, tmp_path):
+        keep, small = SHRUNK.get(name, ({"policy": 2}, ["model.n_layers=2"]))
+        kept = [[f"{k}={v}" for v in values[: keep.get(k, 1)]] for k, values in grid(name).items()]
+        for i, overrides in enumerate(product(*kept)):
+            run_cell(tmp_path / str(i), [f"+experiment={name}", *overrides, *small])
+        results = load_sweep(tmp_path)
+        assert set(results["status"]) == {"ok"}
+        for figure in composed(
+            f"+experiment={name}", with_hydra=True
+        ).hydra.callbacks.aggregate.figures:
+            draw_figure(figure, results, tmp_path, tmp_path / f"{figure}.png")
+            assert (tmp_path / f"{figure}.png").exists()
+
+    def test_ablation_is_the_grid_of_forty_runs(self):
+        swept = grid("ablation")
+        assert sorted(swept["policy"]) == sorted(VARIANTS)
+        assert np.prod([len(values) for values in swept.values()]) == 40
+
+    def test_steps_change_one_thing_at_a_time(self):
+        fields = [settings("workload=fixed", f"+step={name}")["policy"] for name in STEPS]
+        assert len(STEPS) == 9
+        for before, after in ((0, 1), (2, 3), (3, 4), (4, 5), (5, 6), (7, 8)):
+            old, new = fields[before], fields[after]
+            changed = {key for key in old if key != "name" and old[key] != new[key]}
+            assert len(changed) == 1, (STEPS[after], changed)
