@@ -61,6 +61,16 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--grid", choices=("auto", "full", "small", "tiny"), default="auto")
     one.set_defaults(run=_drift)
 
+    one = commands.add_parser("compare", help="hold real runs against their simulation")
+    one.add_argument("traces", type=Path, help="folder with the run folders of `real`")
+    one.add_argument("--name", required=True, help="name of a profile, or its YAML file")
+    one.add_argument("--out", type=Path, help="folder of the report (default: TRACES/report-NAME)")
+    one.add_argument("--tol-median", type=float, default=0.05)
+    one.add_argument("--tol-worst", type=float, default=0.15)
+    one.add_argument("--tol-median-pageable", type=float, default=0.10)
+    one.add_argument("--tol-worst-pageable", type=float, default=0.30)
+    one.set_defaults(run=_compare)
+
     one = commands.add_parser("import", help="turn another tool's measurement into records")
     one.add_argument("tool", choices=("linkbench",))
     one.add_argument("file", type=Path)
@@ -74,6 +84,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget-s", type=float, default=240.0, help="stop after this time")
     parser.add_argument("--disk-dir", type=Path, help="folder on the disk to measure")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: its own)")
 
 
 def _bench(args: argparse.Namespace, disk_dir: Path | None):  # type: ignore[no-untyped-def]
@@ -88,11 +99,12 @@ def _bench(args: argparse.Namespace, disk_dir: Path | None):  # type: ignore[no-
         min_s=0.5e-3 if tiny else 5e-3 if quick else 4e-3,
         n_repeats=3 if tiny else 5 if quick else 7,
         heat_s=0.0 if tiny else 0.15,
+        threads=args.threads,
     )
 
 
 def _preset(args: argparse.Namespace):  # type: ignore[no-untyped-def]
-    from calibrate.grid import PRESETS
+    from calibrate.presets import PRESETS
 
     auto = "full" if args.device == "cuda" else "small"
     return PRESETS[auto if args.grid == "auto" else args.grid]
@@ -160,6 +172,25 @@ def _drift(args: argparse.Namespace, console: Console) -> int:
     _print_table(console, f"{profile.name}: measured now against the profile", rows(report))
     console.print("drifted" if report.drifted else "fits")
     return 1 if report.drifted else 0
+
+
+def _compare(args: argparse.Namespace, console: Console) -> int:
+    from calibrate.profile import find_profile, read_profile
+    from calibrate.report import Tolerance, make_report, write_report
+    from calibrate.report_text import markdown
+
+    profile = read_profile(find_profile(args.name))
+    report = make_report(
+        args.traces,
+        profile,
+        Tolerance(args.tol_median, args.tol_worst),
+        Tolerance(args.tol_median_pageable, args.tol_worst_pageable),
+    )
+    folder = args.out or args.traces / f"report-{profile.name}"
+    for path in write_report(report, folder):
+        console.print(f"wrote {path}")
+    console.print(markdown(report), markup=False, soft_wrap=True)
+    return 0 if report.passed else 1
 
 
 def _import(args: argparse.Namespace, console: Console) -> int:

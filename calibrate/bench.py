@@ -32,6 +32,8 @@ _COVER_HZ = 2e9  # clock of that kernel; a lower one only covers longer
 class Bench:
     """A device, its timers and buffers.
 
+    ``threads``: of torch on the CPU; None leaves them as they are. On a machine that others use
+    too, fewer threads than cores keep a copy from waiting for a thread that is not scheduled.
     ``min_s`` is the least time of one repeat, ``n_repeats`` how many raw repeats are kept, and
     ``heat_s`` how long work runs before large points, so that clocks are those of sustained work.
     """
@@ -44,6 +46,7 @@ class Bench:
         min_s: float,
         n_repeats: int,
         heat_s: float,
+        threads: int | None = None,
     ) -> None:
         import torch
 
@@ -53,6 +56,8 @@ class Bench:
             raise ValueError("device: 'cuda' was asked for, torch sees no CUDA device")
         if n_repeats < 2:
             raise ValueError(f"n_repeats: {n_repeats} must be >= 2, a spread needs two")
+        if threads is not None:
+            torch.set_num_threads(threads)
         self.device, self.is_cuda, self.disk_dir = device, device == "cuda", disk_dir
         self.min_s, self.n_repeats, self.heat_s = min_s, n_repeats, heat_s
         self.dtype = torch.float16 if self.is_cuda else torch.float32

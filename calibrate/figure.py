@@ -79,5 +79,5 @@ def _panel(axes: Axes, field: str, points: Sequence[Point], hardware: HardwarePr
     axes.set_title(field, fontsize=10)
     axes.set_xlabel(label, fontsize=8)
     axes.set_ylabel("FLOP/s" if field in _FLOPS else "bytes/s", fontsize=8)
-    axes.tick_params(labelsize=7)
+    axes.tick_params(which="both", labelsize=7)
     axes.grid(alpha=0.3, linewidth=0.5)

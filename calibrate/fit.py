@@ -8,6 +8,7 @@ theirs is the median weighted by work.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,29 +39,33 @@ class LinkFit:
 def fit_link(points: Sequence[Point], from_bytes: float) -> LinkFit:
     """Least squares of ``(t0 + s / rate) / t - 1`` over sizes from ``from_bytes`` on.
 
-    If fewer than three sizes are that large, the three largest are used. ``t0`` is kept >= 0.
-    ``ValueError`` if there are not two different sizes.
+    If fewer than three sizes are that large, the three largest are used. ``t0`` is kept >= 0; a
+    single size has nothing to say about it and leaves it 0. ``ValueError`` without points.
     """
+    if not points:
+        raise ValueError("link: no points to fit")
     by_size = sorted(points, key=lambda p: p.x["nbytes"])
     kept = [p for p in by_size if p.x["nbytes"] >= from_bytes]
     if len(kept) < MIN_LINK_POINTS:
         kept = by_size[-MIN_LINK_POINTS:]
     size = np.array([p.x["nbytes"] for p in kept])
-    if len(set(size.tolist())) < 2:
-        raise ValueError(f"{_group(points)}: {len(set(size.tolist()))} sizes, a link needs two")
     seconds = np.array([p.median_s for p in kept])
+    if len(set(size.tolist())) == 1:
+        rate = float(size.sum() / seconds.sum())
+        return LinkFit(Link(0.0, rate), math.inf, math.inf, float(size[0]))
     terms = np.stack([1.0 / seconds, size / seconds], axis=1)  # [n_sizes, (t0, 1 / rate)]
     scale = np.linalg.norm(terms, axis=0)
     solution, _ = nnls(terms / scale, np.ones(len(kept)))
     latency, per_byte = (solution / scale).tolist()
-    if per_byte <= 0:
-        raise ValueError(f"{_group(points)}: seconds do not grow with size, no rate can be fitted")
+    if per_byte <= 0:  # seconds that do not grow with size: noise, which the residual will show
+        latency, per_byte = 0.0, float(seconds.sum() / size.sum())
     left = 1.0 - terms @ np.array([latency, per_byte])
     dof = max(1, len(kept) - 2)
     covariance = np.linalg.pinv(terms.T @ terms) * float(left @ left) / dof
     se = np.sqrt(np.diag(covariance))
-    rate = 1.0 / per_byte
-    return LinkFit(Link(latency, rate), float(se[0]), float(se[1]) * rate**2, float(size[0]))
+    return LinkFit(
+        Link(latency, 1.0 / per_byte), float(se[0]), float(se[1]) / per_byte**2, float(size[0])
+    )
 
 
 def fit_rate(points: Sequence[Point]) -> float:
@@ -138,9 +143,9 @@ def curve_of(rates: Mapping[float, float], amount: Callable[[float], float]) -> 
 def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
     """The value at which half the weight is reached; between two, their mean."""
     order = np.argsort(values)
-    ranked = [values[i] for i in order]
+    ranked = [float(values[i]) for i in order]
     reached = np.cumsum([weights[i] for i in order])
-    half = reached[-1] / 2
+    half = float(reached[-1]) / 2
     i = int(np.searchsorted(reached, half))
     if np.isclose(reached[i], half) and i + 1 < len(ranked):
         return 0.5 * (ranked[i] + ranked[i + 1])

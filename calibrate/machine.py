@@ -15,7 +15,7 @@ def machine(bench: Bench) -> Machine:
     """The device, its driver, torch and the host's processor."""
     import torch
 
-    host = f"{_processor()}, {os.cpu_count()} CPUs"
+    host = f"{_processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
     if not bench.is_cuda:
         return Machine(f"CPU {_processor()}", "", torch.__version__, host)
     driver = bench.nvml.driver() if bench.nvml is not None else ""

@@ -18,6 +18,7 @@ from calibrate.bench import Bench, free_host_bytes
 from calibrate.bench_disk import ScratchFile
 from calibrate.grid import ATTENTION, DISK, DUPLEX, LINKS, Case, Needs, Plan, needs
 from calibrate.machine import capacities, machine
+from calibrate.presets import Preset
 from calibrate.record import Machine, Point, dump_point, read_points, whole_lines
 
 _FREE_SHARE = 0.9  # of what is free that a case may take
@@ -56,7 +57,7 @@ def measure(
     start = time.monotonic()
     here = machine(bench)
     present = _present(out, here)
-    runner = _Runner(bench, plan)
+    runner = Runner(bench, plan.preset)
     todo = [case for case in plan.cases if case.name not in present]
     n_measured, skipped, late = 0, {}, []
     try:
@@ -102,11 +103,11 @@ def _present(out: Path, here: Machine) -> set[str]:
     return {point.name for point in points if not point.skipped}
 
 
-class _Runner:
+class Runner:
     """Takes single points; keeps what is expensive to set up."""
 
-    def __init__(self, bench: Bench, plan: Plan) -> None:
-        self._bench, self._preset = bench, plan.preset
+    def __init__(self, bench: Bench, preset: Preset) -> None:
+        self._bench, self._preset = bench, preset
         self._file: ScratchFile | None = None
         self._seed = int(bench.rng.integers(2**31))
 
@@ -120,7 +121,9 @@ class _Runner:
         seconds: list[float] = []
         readings: dict[str, float] = {}
         state: dict[str, float] = {}
-        skipped = needs(case, self._preset).missing(self._have())
+        skipped = "no folder on a disk was given"
+        if case.group not in DISK or self._bench.disk_dir is not None:
+            skipped = needs(case, self._preset).missing(self._have())
         if not skipped:
             try:
                 if case.group in ("memory", "power"):
@@ -173,10 +176,10 @@ class _Runner:
 
     def _disk(self, case: Case) -> tuple[list[float], dict[str, float]]:
         folder = self._bench.disk_dir
-        if folder is None:
-            raise OSError("no folder to test was given")
-        if self._file is None:
+        if self._file is None and folder is not None:
             self._file = ScratchFile(folder, self._preset.disk_file_bytes, self._seed)
+        if self._file is None:
+            raise OSError("no folder on a disk was given")
         reads = case.group == "disk_read"
         seconds = self._file.seconds(reads, int(case.x["nbytes"]), self._bench.n_repeats)
         return seconds, {"o_direct": float(self._file.direct)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +29,7 @@ from calibrate.quality import (
 )
 from calibrate.record import Point, one_machine
 from policies.spec.curve import Curve, Grid
-from policies.spec.hardware import HardwareProfile, Link, Provenance
+from policies.spec.hardware import HardwareProfile, Link, Provenance, ProvenanceKind
 from policies.spec.hardware_build import hardware_from_mapping
 from policies.spec.run_request import hardware_to_mapping
 
@@ -130,10 +131,10 @@ def _stated_values(
     values: dict[str, Any] = {}
     sources: dict[str, Provenance] = {}
 
-    def put(field: str, value: object, kind: str, source: str) -> None:
+    def put(field: str, value: object, kind: ProvenanceKind, source: str) -> None:
         values[field] = value
         stamp = _stamp(points, "memory") if kind != "guess" else {}
-        sources[field] = Provenance(kind, source, **stamp)  # type: ignore[arg-type]
+        sources[field] = _sourced(kind, source, stamp)
 
     if "gpu_bytes" in memory:
         put("gpu_bytes", memory["gpu_bytes"], "measured", "memory that the driver reports")
@@ -197,9 +198,15 @@ def _stamp(points: Sequence[Point], *groups: str) -> dict[str, str]:
     return {key: value for key, value in stamp.items() if value}
 
 
+def _sourced(kind: ProvenanceKind, source: str, stamp: Mapping[str, str]) -> Provenance:
+    date, device, driver = (stamp.get(key, "") for key in ("date", "device", "driver"))
+    return Provenance(kind, source, date, device, driver)
+
+
 def _measured(points: Sequence[Point], field: str) -> Provenance:
     used = fit_points(points, field)
-    source = f"calibrate: {_HOW[field]}; {len(used)} points"
+    others = sorted({p.how for p in used if p.how})
+    source = f"{'; '.join(others) or f'calibrate: {_HOW[field]}'}; {len(used)} points"
     sizes = [p.x["nbytes"] for p in used if "nbytes" in p.x]
     if field in LINK_FROM_BYTES:
         source += f" from {min(sizes) / 2**20:g} to {max(sizes) / 2**20:g} MiB"
@@ -210,12 +217,13 @@ def _measured(points: Sequence[Point], field: str) -> Provenance:
     clocks = [p.state["sm_mhz"] for p in used if "sm_mhz" in p.state]
     if clocks:
         source += f"; {median(clocks):.0f} MHz"
-    return Provenance("measured", source, **_stamp(points, *GROUPS_OF[field]))
+    kind: ProvenanceKind = "imported" if others else "measured"
+    return _sourced(kind, source, _stamp(points, *GROUPS_OF[field]))
 
 
 def _judged(provenance: Provenance, quality: Quality) -> Provenance:
     """The same with its residual, and a word on a poor fit."""
-    if provenance.kind != "measured":
+    if provenance.kind not in ("measured", "imported"):
         return provenance
     source = provenance.source
     if not quality.good:
@@ -251,6 +259,21 @@ def write_profile(fitted: Fitted, folder: Path) -> Path:
     body = yaml.safe_dump(hardware_to_mapping(fitted.hardware), sort_keys=False, width=98)
     path.write_text(text + body, encoding="utf-8", newline="\n")
     return path
+
+
+def find_profile(name: str) -> Path:
+    """File of a named profile: in ./conf/hardware, else among those shipped; or a YAML file.
+
+    ``ValueError`` naming where it was looked for.
+    """
+    if name.endswith(".yaml"):
+        return Path(name)
+    shipped = resources.files("conf") / "hardware" / f"{name}.yaml"
+    places = (Path("conf/hardware") / f"{name}.yaml", Path(str(shipped)))
+    for place in places:
+        if place.exists():
+            return place
+    raise ValueError(f"name: no profile {name!r} in {' or '.join(str(p.parent) for p in places)}")
 
 
 def read_profile(path: Path) -> HardwareProfile:

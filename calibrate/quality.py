@@ -70,7 +70,7 @@ class Quality:
     n_held: int
     held_median: float | None
     held_worst: float | None
-    spread: float  # median over points of (longest - shortest repeat) / median
+    spread: float  # median over points of the interquartile range of repeats / their median
     note: str = ""
 
     @property
@@ -127,9 +127,7 @@ def assess(
                 field=field,
                 fitted=bool(used),
                 n_points=len(used),
-                residual=weighted_median(errors, [work(p.group, p.x) for p in used])
-                if used
-                else None,
+                residual=_residual(errors, used),
                 worst=max(errors, default=None),
                 loo_median=median(left_out) if left_out else None,
                 loo_worst=max(left_out, default=None),
@@ -141,6 +139,12 @@ def assess(
             )
         )
     return tuple(rows)
+
+
+def _residual(errors: Sequence[float], used: Sequence[Point]) -> float | None:
+    if len(used) == 1:  # it fits itself; how far its repeats differ is what can be said
+        return used[0].spread
+    return weighted_median(errors, [work(p.group, p.x) for p in used]) if used else None
 
 
 def error(hardware: HardwareProfile, point: Point) -> float:
@@ -193,7 +197,7 @@ def table(qualities: Sequence[Quality]) -> list[tuple[str, ...]]:
     """Header and rows of the fit-quality table, as text."""
     header = ("number", "points", "residual", "worst", "left out", "worst", "held out", "median",
               "worst", "spread", "verdict")  # fmt: skip
-    rows = [header]
+    rows: list[tuple[str, ...]] = [header]
     for q in qualities:
         name = q.field if q.fitted else f"{q.field} (check)"
         rows.append(

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, cast
 
 SCHEMA = 1
@@ -39,6 +39,7 @@ class Point:
 
     ``x``: amounts. ``seconds``: raw repeats, in the order in which they were taken; empty for a
     point that was read off (``readings``) or not taken at all (``skipped`` says why).
+    ``how``: what another tool timed, in words; empty for what this package times.
     ``state``: clocks in MHz, power in W and temperature in C around the measurement, where the
     device says.
     """
@@ -53,6 +54,7 @@ class Point:
     readings: Mapping[str, float] = field(default_factory=dict)
     state: Mapping[str, float] = field(default_factory=dict)
     skipped: str = ""
+    how: str = ""
 
     def __post_init__(self) -> None:
         if not self.group or not self.name:
@@ -78,8 +80,11 @@ class Point:
 
     @property
     def spread(self) -> float:
-        """(longest - shortest) / median of the repeats."""
-        return (max(self.seconds) - min(self.seconds)) / self.median_s
+        """Interquartile range of the repeats over their median; 0 for a single one."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / self.median_s
 
 
 _FIELDS = frozenset(f.name for f in fields(Point)) | {"schema"}
@@ -115,6 +120,7 @@ def parse_point(line: str) -> Point:
         readings=_numbers("readings", record["readings"]),
         state=_numbers("state", record["state"]),
         skipped=str(record["skipped"]),
+        how=str(record["how"]),
     )
 
 

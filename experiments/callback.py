@@ -15,8 +15,6 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Console
 
-from experiments.progress import SweepProgress, count_runs
-
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -32,27 +30,12 @@ class Aggregate(Callback):
 
     def __init__(self, figures: Sequence[str] = ("throughput.both",)) -> None:
         self.figures = tuple(figures)
-        self.progress: SweepProgress | None = None
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """Start counting."""
-        swept = config.hydra.sweeper.get("params") or {}
-        overrides = [f"{name}={value}" for name, value in swept.items()]
-        n_runs = count_runs([*overrides, *config.hydra.overrides.task])
-        self.progress = SweepProgress(n_runs, Console(stderr=True))
-
-    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Count a run."""
-        if self.progress is not None:
-            self.progress.advance()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """Write ``results.csv``, print the table, draw the figures."""
         from experiments.load import load_sweep, write_results
         from experiments.table import comparison
 
-        if self.progress is not None:
-            self.progress.finish()
         folder = Path(config.hydra.sweep.dir)
         results = load_sweep(folder)
         path = folder / "results.csv"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pandas as pd
 import yaml
 
 RESULT = "result.json"
+CELLS = "cells.json"  # of a job that runs many cells: their folders and overrides
 CHOICES = ("policy", "model", "hardware", "workload")  # config groups that are also columns
 SIZES = ("prompt_len", "gen_len", "n_layers", "n_batches", "batch_size", "seed")
 OVERRIDE = "override."
@@ -26,13 +27,14 @@ _NESTED = ("config", "provenance")  # parts of result.json that are not columns
 def load_sweep(folder: Path) -> pd.DataFrame:
     """Rows of the runs in ``folder``, in run order, with the columns of ``RunRecord``.
 
-    Added are ``run``, the name of the run's folder, and ``override.NAME`` for what the sweep set
-    (``override.workload.prompt_len``). ``ValueError`` if there is no run folder.
+    Added are ``run``, the name of the run's folder (``3``, or ``3/07`` for a cell of a job), and
+    ``override.NAME`` for what the sweep set (``override.workload.prompt_len``). ``ValueError`` if
+    there is no run folder.
     """
-    runs = sorted((path for path in folder.iterdir() if _is_run(path)), key=_order)
-    if not runs:
+    jobs = sorted((path for path in folder.iterdir() if _is_run(path)), key=_order)
+    if not jobs:
         raise ValueError(f"{folder}: has no run folders (no .hydra and no {RESULT} below it)")
-    return pd.DataFrame([_row(path) for path in runs])
+    return pd.DataFrame([row for job in jobs for row in _rows(job)])
 
 
 def write_results(results: pd.DataFrame, path: Path) -> None:
@@ -62,13 +64,28 @@ def _order(path: Path) -> tuple[int, str]:
     return (int(path.name) if path.name.isdigit() else 2**31, path.name)
 
 
-def _row(path: Path) -> dict[str, object]:
-    choices, overrides = _asked(path)
+def _rows(job: Path) -> Iterator[dict[str, object]]:
+    """Row of a job, or of each cell that it was to run."""
+    try:
+        cells = json.loads((job / CELLS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield _row(job, job.name, *_asked(job))
+        return
+    choices, overrides = _asked(job)
+    for name, texts in cells.items():
+        own = _split(texts)
+        chosen = {key: str(value) for key, value in own.items() if key in CHOICES}
+        yield _row(job / name, f"{job.name}/{name}", choices | chosen, overrides | own)
+
+
+def _row(
+    path: Path, run: str, choices: dict[str, str], overrides: dict[str, object]
+) -> dict[str, object]:
     try:
         result = _read_result(path / RESULT)
     except ValueError as error:
         result = {**choices, "status": "failed", "reason": str(error)}
-    row: dict[str, object] = {"run": path.name}
+    row: dict[str, object] = {"run": run}
     row |= {name: value for name, value in result.items() if name not in _NESTED}
     for name, value in overrides.items():
         column = name.rpartition(".")[2]
@@ -100,11 +117,17 @@ def _asked(path: Path) -> tuple[dict[str, str], dict[str, object]]:
         chosen = chosen.get(key, {}) if isinstance(chosen, Mapping) else {}
     choices = {name: str(chosen[name]) for name in CHOICES if name in chosen}
     given = _read_yaml(path / ".hydra" / "overrides.yaml")
-    overrides: dict[str, object] = {}
-    for text in given if isinstance(given, list) else []:
-        name, _, value = str(text).partition("=")
-        overrides[name.lstrip("+~")] = yaml.safe_load(value) if value else ""
-    return choices, overrides
+    return choices, _split(given if isinstance(given, list) else [])
+
+
+def _split(overrides: Sequence[object]) -> dict[str, object]:
+    """What overrides set, except how the sweep is run (``sweep``, ``grid``)."""
+    found: dict[str, object] = {}
+    for text in overrides:
+        name, _, value = str(text).lstrip("+~").partition("=")
+        if name.partition(".")[0] not in ("sweep", "grid"):
+            found[name] = yaml.safe_load(value) if value else ""
+    return found
 
 
 def _read_yaml(path: Path) -> Any:

@@ -17,7 +17,7 @@ from rich.table import Table
 from experiments.load import CHOICES, OVERRIDE, SIZES
 
 _NARROW = 110  # below this many characters the last columns are left out
-_REASON = 80  # characters of a failure's reason; results.csv has all of it
+_REASON = 40  # characters of a failure's reason; results.csv has all of it
 _KEYS = (*CHOICES, *SIZES)
 
 

@@ -1,4 +1,4 @@
-"""Throughput per policy: lines over the prompt length, or bars where it is the same everywhere.
+"""Throughput per policy: lines over the prompt length, or a bar a run where they are not lines.
 
 A marker says what the run waits on most, over prefill and decode together. A policy that ran out
 of memory has a cross at the bottom edge, not a gap that reads like a missing run.
@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from experiments import style
-from experiments.table import significant
+from experiments.table import significant, swept_columns
 
 METRICS = {
     "decode_tokens_per_s": "decode (tokens/s)",
@@ -41,24 +41,30 @@ def prefill(results: pd.DataFrame, folder: Path, path: Path) -> None:  # noqa: A
 
 def _draw(results: pd.DataFrame, path: Path, metrics: list[str], what: str) -> None:
     style.require(results, "policy", "bottleneck", *_PANEL, *metrics)
+    results = results[results["status"].isin(["ok", "oom", "infeasible"])]
     drawn = [m for m in metrics if results[m].notna().any()]
-    lengths = results["prompt_len"].nunique() > 1 and results["workload"].nunique() == 1
     key = [*_PANEL, _BLOCK] if _BLOCK in results else _PANEL
+    lengths = results["prompt_len"].nunique() > 1 and not (
+        results["workload"].nunique() > 1
+        or results.duplicated([*key, "policy", "prompt_len"]).any()  # something else is swept
+    )
+    others = [name for name in swept_columns(results) if name not in (*key, "policy")]
     groups = list(results.groupby(key, sort=False))
     title = f"{what} against prompt length" if lengths else f"{what} by policy"
     models = ", ".join(results["model"].dropna().unique())
     shape = (len(drawn), len(groups))
     policies = list(results["policy"].unique())
-    with style.panels(path, f"{title}, {models}", shape, (4.3, 3.1)) as out:
+    most = max(len(rows) for _, rows in groups)
+    size = (4.3, 3.1) if lengths else (5.2, 0.9 + 0.24 * most)
+    with style.panels(path, f"{title}, {models}", shape, size) as out:
         for column, (_, rows) in enumerate(groups):
             for row, metric in enumerate(drawn):
                 axes = out.axes[row][column]
                 if lengths:
                     _lines(axes, rows, metric, policies)
+                    axes.set_ylabel(METRICS[metric] if column == 0 else "")
                 else:
-                    _bars(axes, rows, metric, policies)
-                if column == 0:
-                    axes.set_ylabel(METRICS[metric])
+                    _bars(axes, rows, metric, policies, others)
             out.axes[0][column].set_title(_title(rows, results))
         style.legend_below(out.figure, _legend(results, policies, lengths))
 
@@ -123,20 +129,29 @@ def plain_log_axis(axes: Axes) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _bars(axes: Axes, rows: pd.DataFrame, metric: str, policies: list[str]) -> None:
-    present = [name for name in policies if name in set(rows["policy"])]
-    for i, policy in enumerate(present):
-        found = rows[rows["policy"] == policy]
-        good = style.ok(found).dropna(subset=[metric])
-        if good.empty:
-            axes.annotate(str(found["status"].iloc[0]), (i, 0), ha="center", va="bottom")
+def _bars(
+    axes: Axes, rows: pd.DataFrame, metric: str, policies: list[str], others: list[str]
+) -> None:
+    """A bar a run, first at the top, named by its policy and whatever else was varied."""
+    names = []
+    for i, (_, run) in enumerate(rows.iterrows()):
+        varied = [f"{_words(name)} {run[name]}" for name in others]
+        names.append(", ".join([str(run["policy"]), *varied]))
+        if run["status"] != "ok" or pd.isna(run[metric]):
+            axes.annotate(str(run["status"]), (0, i), xytext=(3, 0), textcoords="offset points",
+                          va="center", fontsize=8)  # fmt: skip
             continue
-        bar = axes.bar(i, good[metric].mean(), color=style.colour(policy, policies), width=0.7)
-        axes.bar_label(bar, labels=[significant(good[metric].mean())], padding=2)
-    axes.set_xticks(range(len(present)), present, rotation=20, ha="right")
-    axes.set_xlim(-0.6, len(present) - 0.4)
-    axes.margins(y=0.15)
-    axes.grid(visible=False, axis="x")
+        bar = axes.barh(i, run[metric], color=style.colour(run["policy"], policies), height=0.75)
+        axes.bar_label(bar, labels=[significant(run[metric])], padding=2, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8.5)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.margins(x=0.15)
+    axes.set_xlabel(METRICS[metric])
+    axes.grid(visible=False, axis="y")
+
+
+def _words(name: str) -> str:
+    return name.rpartition(".")[2].removesuffix("_len").replace("_", " ")
 
 
 def _legend(results: pd.DataFrame, policies: list[str], lines: bool) -> list[Line2D]:

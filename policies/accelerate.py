@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from policies import slots
 from policies.drive import Decision, StepContext
 from policies.placement import Placement
 from policies.plan.memory import Buffers, place
-from policies.plan.op import Attention, Kind, Op, Scope, Slot, Tier
+from policies.plan.op import Attention, Kind, Op, Scope
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
 
-_SLOT = Slot("gpu/weight slot/0", Tier.GPU)
-_ON_DISK = Slot("disk/weights", Tier.DISK)
+_SLOT = slots.weight_slot(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +89,16 @@ class Accelerate:
 
     def _forward(self, ctx: StepContext, b: int) -> Iterator[Op]:
         g, s, batch = ctx.block.index, ctx.step, ctx.block.batches[b]
-        hidden = Slot(f"gpu/hidden/b{b}", Tier.GPU)
+        hidden = slots.hidden(b)
         for layer in range(ctx.model.n_layers):
             for part, scope in enumerate((Scope.ATTENTION, Scope.MLP)):
-                weights = Slot(f"gpu/weights/l{layer}", Tier.GPU)
+                weights = slots.resident_weights(layer)
                 if ctx.placement.streamed_bytes(ctx.model, layer, scope):
                     weights = _SLOT
                     yield from self._load(ctx, layer, b, part, scope)
-                touched: tuple[Slot, ...] = (hidden,)
+                touched: slots.Slots = (hidden,)
                 if scope is Scope.ATTENTION:
-                    touched = (hidden, Slot(f"gpu/kv/l{layer}/b{b}", Tier.GPU))
+                    touched = (hidden, slots.resident_kv(layer, b))
                 yield Op(
                     Kind.FORWARD,
                     g,
@@ -129,9 +129,9 @@ class Accelerate:
     def _load(self, ctx: StepContext, layer: int, b: int, part: int, scope: Scope) -> Iterator[Op]:
         """The module's weights: from disk first where that is their home."""
         g, s = ctx.block.index, ctx.step
-        source = Slot("host/weights", Tier.HOST, self.pinned)
+        source = slots.host_weights(self.pinned)
         if ctx.placement.weight_bytes(ctx.model, layer, scope, "disk"):
-            source = Slot("host/staging/weights", Tier.HOST, self.pinned)
+            source = slots.staging(_SLOT)._replace(pinned=self.pinned)
             yield Op(
                 Kind.READ_WEIGHT,
                 g,
@@ -140,7 +140,7 @@ class Accelerate:
                 b,
                 part,
                 scope=scope,
-                reads=(_ON_DISK,),
+                reads=(slots.DISK_WEIGHTS,),
                 writes=(source,),
             )
         yield Op(
@@ -152,6 +152,6 @@ class Accelerate:
             part,
             scope=scope,
             # Copies and kernels share a stream: a load waits for the LM head, which reads no slot.
-            reads=(source, Slot(f"gpu/hidden/b{b}", Tier.GPU)),
+            reads=(source, slots.hidden(b)),
             writes=(_SLOT,),
         )

@@ -11,9 +11,9 @@ prefers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from policies import knapsack
 from policies.spec.request import Request
@@ -60,6 +60,26 @@ class Admission(Protocol):
         ...
 
 
+class Room(NamedTuple):
+    """What is left of memory, budget and places while an iteration is filled."""
+
+    free: int
+    budget: int
+    seqs: int
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request may be admitted; it may exceed the budget, not start without any."""
+        return self.budget > 0 and self.seqs > 0 and request.n_tokens <= self.free
+
+    def less(self, request: Request) -> Room:
+        """After admitting it."""
+        return Room(self.free - request.n_tokens, self.budget - request.n_prefill, self.seqs - 1)
+
+
+Pick = Callable[[list[int], Room], list[int]]
+_ROUNDS = 4  # of picking again; more change little, and ``bounded`` has the last word
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Limits that hold whatever a policy prefers.
@@ -69,7 +89,7 @@ class Rules:
     K / T > ``high_kappa`` run at once (None: any number).
     """
 
-    max_overtaken: int = 256
+    max_overtaken: int = 4096
     high_kappa: float = 100.0
     max_high_kappa: int | None = None
 
@@ -99,9 +119,42 @@ class Rules:
             allowed.append(i)
         return allowed
 
-    def overdue(self, queue: Sequence[Waiting]) -> list[int]:
-        """Positions that may not be overtaken any more."""
-        return [i for i, w in enumerate(queue) if w.overtaken >= self.max_overtaken]
+    def settle(self, queue: Sequence[Waiting], view: AdmissionView, pick: Pick) -> tuple[int, ...]:
+        """What ``pick`` chooses, with those first whom it would overtake too often.
+
+        Everyone whose allowance a choice would exceed goes first, in order of arrival, and the rest
+        is picked again; if one of them does not fit, only those ahead of it are candidates.
+        """
+        eligible = self.eligible(queue, view)
+        due = {i for i, w in enumerate(queue) if w.overtaken >= self.max_overtaken}
+        chosen: list[int] = []
+        for _ in range(_ROUNDS):
+            room = Room(view.free_tokens, view.budget_tokens, view.free_seqs)
+            allowed, first = set(eligible), []
+            for i in sorted(due):
+                if i not in allowed or not room.fits(queue[i].request):
+                    allowed = {j for j in allowed if j < i}
+                    break
+                first.append(i)
+                allowed.discard(i)
+                room = room.less(queue[i].request)
+            rest = [i for i in eligible if i in allowed]
+            chosen = sorted([*first, *pick(rest, room)])
+            late = self._late(queue, chosen)
+            if not late:
+                return tuple(chosen)
+            due |= late
+        return self.bounded(queue, chosen)
+
+    def _late(self, queue: Sequence[Waiting], chosen: Sequence[int]) -> set[int]:
+        """Positions that ``chosen`` (increasing) would overtake beyond the bound."""
+        taken, behind, late = set(chosen), len(chosen), set()
+        for position in range(chosen[-1] if chosen else 0):
+            if position in taken:
+                behind -= 1
+            elif queue[position].overtaken + behind > self.max_overtaken:
+                late.add(position)
+        return late
 
     def bounded(self, queue: Sequence[Waiting], chosen: Sequence[int]) -> tuple[int, ...]:
         """The earliest of ``chosen`` (increasing) that overtake nobody beyond the bound."""
@@ -130,13 +183,11 @@ class Fifo:
 
     def choose(self, queue: Sequence[Waiting], view: AdmissionView) -> tuple[int, ...]:
         """The longest run from the head that fits."""
-        free, budget, n = view.free_tokens, view.budget_tokens, 0
+        room, n = Room(view.free_tokens, view.budget_tokens, view.free_seqs), 0
         for waiting in queue:
-            request = waiting.request
-            if budget <= 0 or request.n_tokens > free or n >= view.free_seqs:
+            if not room.fits(waiting.request):
                 break
-            free -= request.n_tokens
-            budget -= request.n_prefill
+            room = room.less(waiting.request)
             n += 1
         return tuple(range(n))
 
@@ -150,9 +201,7 @@ class VramAware:
 
     def choose(self, queue: Sequence[Waiting], view: AdmissionView) -> tuple[int, ...]:
         """First fit."""
-        order = self.rules.eligible(queue, view)
-        chosen = _fill(queue, order, view.free_tokens, view.budget_tokens, view.free_seqs)
-        return self.rules.bounded(queue, sorted(chosen))
+        return self.rules.settle(queue, view, lambda rest, room: _fill(queue, rest, room))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +216,7 @@ class UtilisationAware:
 
     rules: Rules = field(default_factory=Rules)
     exact: bool = False
-    aging_tokens_per_s: float = 0.0
+    aging_tokens_per_s: float = 1.0
     name: str = "utilisation-aware"
 
     def __post_init__(self) -> None:
@@ -178,37 +227,18 @@ class UtilisationAware:
 
     def choose(self, queue: Sequence[Waiting], view: AdmissionView) -> tuple[int, ...]:
         """Overdue requests, then the knapsack, then one request in part."""
-        free, budget, seqs = view.free_tokens, view.budget_tokens, view.free_seqs
-        eligible = self.rules.eligible(queue, view)
-        allowed = set(eligible)
-        chosen = []
-        for i in self.rules.overdue(queue):
-            request = queue[i].request
-            if i not in allowed or budget <= 0 or request.n_tokens > free or not seqs:
-                # It goes next: only those ahead of it may still go before it.
-                allowed = {j for j in allowed if j < i}
-                break
-            chosen.append(i)
-            allowed.discard(i)
-            free, budget, seqs = free - request.n_tokens, budget - request.n_prefill, seqs - 1
-        rest = [i for i in eligible if i in allowed]
-        chosen += self._packed(queue, rest, view.now_s, free, budget, seqs)
-        return self.rules.bounded(queue, sorted(chosen))
+        return self.rules.settle(
+            queue, view, lambda rest, room: self._packed(queue, rest, view.now_s, room)
+        )
 
     def _packed(
-        self,
-        queue: Sequence[Waiting],
-        positions: Sequence[int],
-        now_s: float,
-        free: int,
-        budget: int,
-        seqs: int,
+        self, queue: Sequence[Waiting], positions: Sequence[int], now_s: float, room: Room
     ) -> list[int]:
         """Positions of the most valuable set, and of one more request in part if budget is left."""
-        if budget <= 0 or seqs <= 0 or not positions:
+        if room.budget <= 0 or room.seqs <= 0 or not positions:
             return []
         requests = [queue[i].request for i in positions]
-        tokens = [min(r.n_prefill, budget) for r in requests]
+        tokens = [min(r.n_prefill, room.budget) for r in requests]
         memory = [r.n_tokens for r in requests]
         age = self.aging_tokens_per_s
         values: Sequence[float] = tokens
@@ -217,13 +247,15 @@ class UtilisationAware:
                 t + age * (now_s - r.arrival_s) for t, r in zip(tokens, requests, strict=True)
             ]
         solve = knapsack.exact if self.exact else knapsack.greedy
-        picked = solve(values, memory, tokens, free, budget)[:seqs]
+        picked = solve(values, memory, tokens, room.free, room.budget)[: room.seqs]
         chosen = [positions[i] for i in picked]
-        free -= sum(memory[i] for i in picked)
-        budget -= sum(tokens[i] for i in picked)
-        left = set(positions) - set(chosen)
-        others = [i for i in positions if i in left]
-        return chosen + _fill(queue, others, free, budget, min(1, seqs - len(chosen)))
+        left = Room(
+            room.free - sum(memory[i] for i in picked),
+            room.budget - sum(tokens[i] for i in picked),
+            min(1, room.seqs - len(chosen)),
+        )
+        taken = set(chosen)
+        return chosen + _fill(queue, [i for i in positions if i not in taken], left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,23 +281,30 @@ class FairShare:
         held = [0.0] * len(self.weights)
         for request in view.running:
             held[self._group(request)] += request.n_tokens
+        return self.rules.settle(
+            queue, view, lambda rest, room: self._shared(queue, rest, list(held), room)
+        )
+
+    def _shared(
+        self, queue: Sequence[Waiting], positions: Sequence[int], held: list[float], room: Room
+    ) -> list[int]:
         first: list[list[int]] = [[] for _ in self.weights]
-        for i in reversed(self.rules.eligible(queue, view)):
+        for i in reversed(positions):
             first[self._group(queue[i].request)].append(i)
-        free, budget, chosen = view.free_tokens, view.budget_tokens, []
-        groups = [g for g, positions in enumerate(first) if positions]
-        while groups and budget > 0 and len(chosen) < view.free_seqs:
+        chosen = []
+        groups = [g for g, waiting in enumerate(first) if waiting]
+        while groups:
             group = min(groups, key=lambda g: held[g] / self.weights[g])
             request = queue[first[group][-1]].request
-            if request.n_tokens > free:
+            if not room.fits(request):
                 groups.remove(group)
                 continue
             chosen.append(first[group].pop())
             held[group] += request.n_tokens
-            free, budget = free - request.n_tokens, budget - request.n_prefill
+            room = room.less(request)
             if not first[group]:
                 groups.remove(group)
-        return self.rules.bounded(queue, sorted(chosen))
+        return chosen
 
     def _group(self, request: Request) -> int:
         if request.group >= len(self.weights):
@@ -276,17 +315,14 @@ class FairShare:
         return request.group
 
 
-def _fill(
-    queue: Sequence[Waiting], order: Sequence[int], free: int, budget: int, seqs: int
-) -> list[int]:
+def _fill(queue: Sequence[Waiting], order: Sequence[int], room: Room) -> list[int]:
     """First fit in ``order``; the last one may exceed the budget."""
     chosen = []
     for i in order:
-        if budget <= 0 or len(chosen) >= seqs:
+        if room.budget <= 0 or room.seqs <= 0:
             break
         request = queue[i].request
-        if request.n_tokens <= free:
+        if room.fits(request):
             chosen.append(i)
-            free -= request.n_tokens
-            budget -= request.n_prefill
+            room = room.less(request)
     return chosen

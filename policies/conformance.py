@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from policies.cost.model import CostModel
 from policies.drive import Policy, drive
@@ -63,10 +63,11 @@ def policy_checks(policy: Policy) -> Iterator[tuple[str, Check]]:
     """Pairs of a name (law, job) and a check that raises ``PlanError`` if the law is broken."""
     for name, job in _jobs().items():
         yield f"{BLOCKS} [{name}]", partial(_check_blocks, policy, job)
+        planned = cache(partial(_plan, policy, job))
         yield f"{DETERMINISM} [{name}]", partial(_check_determinism, policy, job)
         for law, rule in _PLAN_LAWS.items():
-            yield f"{law} [{name}]", partial(_check_law, policy, job, rule)
-        yield f"{BUFFERS} [{name}]", partial(_check_buffers, policy, job)
+            yield f"{law} [{name}]", partial(_check_law, planned, rule)
+        yield f"{BUFFERS} [{name}]", partial(_check_buffers, policy, planned)
         yield f"{MEMORY} [{name}]", partial(_check_memory, policy, job)
     tight = _jobs()["batches"]
     tight = replace(tight, hardware=replace(tight.hardware, gpu_bytes=1e6, gpu_reserve_bytes=0))
@@ -78,11 +79,21 @@ def policy_checks(policy: Policy) -> Iterator[tuple[str, Check]]:
 # ---- checks -----------------------------------------------------------------------------------
 
 
-def _plan(policy: Policy, job: _Job) -> tuple[list[Op], Placement, tuple[Block, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Ops of a job and what they were planned for."""
+
+    ops: list[Op]
+    model: ModelSpec
+    placement: Placement
+    blocks: tuple[Block, ...]
+
+
+def _plan(policy: Policy, job: _Job) -> _Plan:
     blocks = policy.blocks(job.blocks)
     placement = policy.place(job.model, job.hardware, blocks)
     belief = CostModel(job.model, job.hardware, placement)
-    return list(drive(policy, blocks, belief)), placement, blocks
+    return _Plan(list(drive(policy, blocks, belief)), job.model, placement, blocks)
 
 
 def _check_blocks(policy: Policy, job: _Job) -> None:
@@ -98,7 +109,7 @@ def _check_blocks(policy: Policy, job: _Job) -> None:
 
 
 def _check_determinism(policy: Policy, job: _Job) -> None:
-    first, second = _plan(policy, job)[0], _plan(policy, job)[0]
+    first, second = _plan(policy, job).ops, _plan(policy, job).ops
     for one, two in zip(first, second, strict=False):
         if one != two:
             raise PlanError(one.key, DETERMINISM)
@@ -106,10 +117,10 @@ def _check_determinism(policy: Policy, job: _Job) -> None:
         raise PlanError(policy.name, f"{DETERMINISM}: {len(first)} ops, then {len(second)}")
 
 
-def _check_law(policy: Policy, job: _Job, law: str) -> None:
-    ops, placement, blocks = _plan(policy, job)
-    checker = PlanChecker(job.model, placement, blocks)
-    for op in ops:
+def _check_law(planned: Callable[[], _Plan], law: str) -> None:
+    plan = planned()
+    checker = PlanChecker(plan.model, plan.placement, plan.blocks)
+    for op in plan.ops:
         try:
             checker.check(op)
         except PlanError as error:
@@ -118,14 +129,14 @@ def _check_law(policy: Policy, job: _Job, law: str) -> None:
             # Another law is broken here: its own check says so.
 
 
-def _check_buffers(policy: Policy, job: _Job) -> None:
+def _check_buffers(policy: Policy, planned: Callable[[], _Plan]) -> None:
     booked = {
         "gpu/weight slot/": policy.buffers.weight_slots,
         "gpu/kv in/": policy.buffers.kv_in_slots,
         "gpu/kv out/": policy.buffers.kv_out_slots,
     }
     used: dict[str, set[Slot]] = {name: set() for name in booked}
-    for op in _plan(policy, job)[0]:
+    for op in planned().ops:
         for slot in (*op.reads, *op.writes):
             for name, slots in used.items():
                 if slot.name.startswith(name):
@@ -162,7 +173,7 @@ def _check_linear(policy: Policy, axis: str) -> None:
         size = {"layers": 2, "batches": 2, "steps": 3} | {axis: n}
         block = Block(0, (Batch(4, 128),) * size["batches"], size["steps"])
         job = _Job(replace(_model(), n_layers=size["layers"]), _hardware(), (block,))
-        counts.append(len(_plan(policy, job)[0]))
+        counts.append(len(_plan(policy, job).ops))
     if counts[1] * _SIZES[0] > _FINER * counts[0] * _SIZES[1]:
         raise PlanError(
             policy.name,

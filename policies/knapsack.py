@@ -31,7 +31,9 @@ def exact(
     change the value where values are whole tokens.
     """
     _check(values, memory_tokens, budget_tokens)
-    fits = [i for i in range(len(values)) if memory_tokens[i] <= free and budget_tokens[i] <= budget]
+    fits = [
+        i for i in range(len(values)) if memory_tokens[i] <= free and budget_tokens[i] <= budget
+    ]
     if not fits:
         return ()
     memory = np.array([memory_tokens[i] for i in fits], dtype=float)
@@ -63,7 +65,9 @@ def greedy(
     the order of arrival.
     """
     _check(values, memory_tokens, budget_tokens)
-    fits = [i for i in range(len(values)) if memory_tokens[i] <= free and budget_tokens[i] <= budget]
+    fits = [
+        i for i in range(len(values)) if memory_tokens[i] <= free and budget_tokens[i] <= budget
+    ]
     if not fits:
         return ()
     if sum(memory_tokens[i] for i in fits) <= free:

@@ -13,14 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from policies import slots
 from policies.drive import Decision, StepContext
-from policies.plan.op import Attention, Kind, Op, Scope, Slot, Tier
-
-Slots = tuple[Slot, ...]
-
-THREAD = Slot("issuing thread", Tier.HOST)  # a pageable copy occupies the thread that issues work
-_HOST_WEIGHTS = Slot("host/weights", Tier.HOST)
-_DISK_WEIGHTS = Slot("disk/weights", Tier.DISK)
+from policies.plan.op import Attention, Kind, Op, Scope, Slot
+from policies.slots import DISK_WEIGHTS, THREAD, Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,36 +95,22 @@ class _Step:
 
     def weight_slot(self, step: int, i: int) -> Slot:
         if not self.streamed[i]:
-            return Slot(f"gpu/weights/l{self.stages[i].layer}", Tier.GPU)
-        turn = (step * self.n_streamed + self.turn[i]) % self.how.weight_slots
-        return Slot(f"gpu/weight slot/{turn}", Tier.GPU)
+            return slots.resident_weights(self.stages[i].layer)
+        return slots.weight_slot((step * self.n_streamed + self.turn[i]) % self.how.weight_slots)
 
     def kv_turn(self, step: int, layer: int, batch: int, n: int) -> int:
         return ((step * self.n_layers + layer) * self.nb + batch) % n
 
     def kv_in(self, step: int, layer: int, batch: int) -> Slot:
-        turn = self.kv_turn(step, layer, batch, self.how.kv_in_slots)
-        return Slot(f"gpu/kv in/{turn}", Tier.GPU)
+        return slots.kv_in(self.kv_turn(step, layer, batch, self.how.kv_in_slots))
 
     def kv_out(self, layer: int, batch: int) -> Slot:
         if self.kv.streamed == 0:
-            return self.resident_kv(layer, batch)
-        turn = self.kv_turn(self.s, layer, batch, self.how.kv_out_slots)
-        return Slot(f"gpu/kv out/{turn}", Tier.GPU)
-
-    @staticmethod
-    def resident_kv(layer: int, batch: int) -> Slot:
-        return Slot(f"gpu/kv/l{layer}/b{batch}", Tier.GPU)
+            return slots.resident_kv(layer, batch)
+        return slots.kv_out(self.kv_turn(self.s, layer, batch, self.how.kv_out_slots))
 
     def host_kv(self, layer: int, batch: int) -> Slot:
-        return Slot(f"host/kv/l{layer}/b{batch}", Tier.HOST, self.how.kv_pinned)
-
-    @staticmethod
-    def disk_kv(layer: int, batch: int) -> Slot:
-        return Slot(f"disk/kv/l{layer}/b{batch}", Tier.DISK)
-
-    def hidden(self, batch: int) -> Slot:
-        return Slot(f"gpu/hidden/b{batch}", Tier.GPU)
+        return slots.host_kv(layer, batch, self.how.kv_pinned)
 
     # ---- ops ------------------------------------------------------------------------------
 
@@ -259,12 +241,15 @@ class _Step:
                     count = self.now.slices[k]
                     yield from self.load_weights(self.s + 1, 0, k, carried, count)
                     carried += count
+                if pending == (0, 0):  # one layer, one batch: stored here, loaded right below
+                    yield from self.store_kv(*pending)
+                    pending = None
                 if k == self.nb - 1:
                     yield from self.load_kv(self.s + 1, 0, 0, self.then)
             if pending is not None:
                 yield from self.store_kv(*pending)
                 pending = None
-            hidden = (self.hidden(k),)
+            hidden = (slots.hidden(k),)
             yield Op(
                 Kind.FORWARD,
                 self.g,
@@ -288,13 +273,11 @@ class _Step:
         # Attention and MLP of one layer are told apart by their pieces' numbers.
         offset = sum(self.now.slices) if self.stages[i].scope is Scope.MLP else 0
         for part in range(offset + first, offset + first + count):
-            reads: Slots = (_HOST_WEIGHTS,)
+            reads: Slots = (slots.host_weights(),)
             if self.from_disk[i]:
-                staged = Slot(f"host/staging/{slot.name}/{part}", Tier.HOST)
-                reads = (_HOST_WEIGHTS, staged)
-                yield self.weight_op(
-                    Kind.READ_WEIGHT, step, i, k, part, (_DISK_WEIGHTS,), (staged,)
-                )
+                staged = slots.staging(slot, part)
+                reads = (slots.host_weights(), staged)
+                yield self.weight_op(Kind.READ_WEIGHT, step, i, k, part, (DISK_WEIGHTS,), (staged,))
             yield self.weight_op(Kind.LOAD_WEIGHT, step, i, k, part, reads, (slot,))
 
     # ---- KV -------------------------------------------------------------------------------
@@ -311,21 +294,23 @@ class _Step:
     def load_kv(self, step: int, layer: int, batch: int, decision: Decision) -> Iterator[Op]:
         """Load the front of a batch's KV that its decision does not recompute."""
         n_load = self.ctx.n_ctx(step)[batch] - decision.n_recompute[batch]
-        if n_load <= 0 or self.kv.streamed == 0 or self.how.attention is Attention.CPU:
+        if n_load <= 0 or self.kv.streamed == 0:
             return
         where, tokens = (step, layer, batch), (0, n_load)
         slot = self.kv_in(step, layer, batch)
         sources: Slots = (self.host_kv(layer, batch),)
         if self.kv.disk > 0:
-            staged = Slot(f"host/staging/{slot.name}", Tier.HOST)
+            staged = slots.staging(slot)
             sources = (*sources, staged)
-            home = (self.disk_kv(layer, batch),)
+            home = (slots.disk_kv(layer, batch),)
             yield self.kv_op(Kind.READ_KV, where, tokens, home, (staged,))
+        if self.how.attention is Attention.CPU:
+            return  # it attends where the KV lies, or was read to
         if self.how.kv_pinned:
             yield self.kv_op(Kind.LOAD_KV, where, tokens, sources, (slot,))
             return
         for half in (0, 1):  # two copies: the second overlaps the first transfer
-            relay = Slot(f"host/relay in/{slot.name}/{half}", Tier.HOST)
+            relay = slots.relay("in", slot, half)
             part = (half, 2)
             yield self.kv_op(Kind.HOST_COPY, where, tokens, sources, (relay, THREAD), part)
             yield self.kv_op(Kind.LOAD_KV, where, tokens, (relay,), (slot,), part)
@@ -341,7 +326,7 @@ class _Step:
         where, tokens = (self.s, layer, batch), (start, stop)
         source = self.kv_out(layer, batch)
         homes: Slots = (self.host_kv(layer, batch),)
-        staged = Slot(f"host/staging/{source.name}", Tier.HOST)
+        staged = slots.staging(source)
         if self.kv.disk > 0:
             homes = (*homes, staged)
         if self.how.kv_pinned or stop - start == 1:
@@ -349,13 +334,13 @@ class _Step:
             yield self.kv_op(Kind.STORE_KV, where, tokens, (source,), homes)
         else:
             for half in (0, 1):
-                relay = Slot(f"host/relay out/{source.name}/{half}", Tier.HOST)
+                relay = slots.relay("out", source, half)
                 yield self.kv_op(Kind.STORE_KV, where, tokens, (source,), (relay,), (half, 2))
                 # Pieces 2 and 3: a step's copies towards the GPU have 0 and 1.
                 part = (2 + half, 2)
                 yield self.kv_op(Kind.HOST_COPY, where, tokens, (relay,), homes, part)
         if self.kv.disk > 0:
-            home = (self.disk_kv(layer, batch),)
+            home = (slots.disk_kv(layer, batch),)
             yield self.kv_op(Kind.WRITE_KV, where, tokens, (staged,), home)
 
     # ---- compute --------------------------------------------------------------------------
@@ -363,18 +348,18 @@ class _Step:
     def move_hidden(self, kind: Kind, i: int, k: int) -> Op:
         """Move a batch's hidden states where activations live on the host."""
         stage, rows = self.stages[i], self.n_new[k] + self.now.n_recompute[k]
-        home, slot = Slot(f"host/hidden/b{k}", Tier.HOST), self.hidden(k)
+        home, slot = slots.host_hidden(k), slots.hidden(k)
         source, target = (home, slot) if kind is Kind.LOAD_ACT else (slot, home)
         part = int(stage.scope is Scope.MLP)
         return self.act_op(kind, stage.layer, k, part, Scope.LAYER, rows, (source,), (target,))
 
     def compute(self, i: int, k: int) -> Iterator[Op]:
         """One batch through one stage."""
-        stage, hidden = self.stages[i], self.hidden(k)
+        stage, hidden = self.stages[i], slots.hidden(k)
         reads: Slots = (self.weight_slot(self.s, i), hidden)
         writes: Slots = (hidden,)
         if self.partly_resident[i]:
-            reads = (*reads, Slot(f"gpu/weights/l{stage.layer}", Tier.GPU))
+            reads = (*reads, slots.resident_weights(stage.layer))
         if not self.how.kv_pinned:
             reads = (*reads, THREAD)
         if stage.attends and self.cpu_attends:
@@ -383,7 +368,7 @@ class _Step:
         if stage.attends:
             writes = (hidden, self.kv_out(stage.layer, k))
             if self.kv.gpu > 0:
-                resident = self.resident_kv(stage.layer, k)
+                resident = slots.resident_kv(stage.layer, k)
                 reads = (*reads, resident)
                 writes = writes if resident in writes else (*writes, resident)
             if self.kv.streamed > 0 and self.n_ctx[k] > self.now.n_recompute[k]:
@@ -395,9 +380,13 @@ class _Step:
 
     def attend_on_cpu(self, layer: int, k: int, reads: Slots) -> Iterator[Op]:
         """Project on the GPU, attend where the KV lies, bring the output back."""
-        hidden, projected = self.hidden(k), self.kv_out(layer, k)
-        queries, output = Slot(f"host/queries/b{k}", Tier.HOST), Slot(f"host/out/b{k}", Tier.HOST)
-        attended = Slot(f"gpu/attended/b{k}", Tier.GPU)
+        hidden, projected = slots.hidden(k), self.kv_out(layer, k)
+        queries, output = slots.queries(k), slots.attention_output(k)
+        attended = slots.attended(k)
+        sources: Slots = (self.host_kv(layer, k),)
+        if self.kv.disk > 0:
+            read = slots.staging(self.kv_in(self.s, layer, k))
+            sources = (*sources, read)
         on_cpu = Attention.CPU
         yield self.forward_op(layer, k, Scope.QKV, on_cpu, reads, (hidden, projected))
         yield self.act_op(
@@ -414,7 +403,7 @@ class _Step:
             n_new=1,
             n_ctx=self.n_ctx[k],
             attention=on_cpu,
-            reads=(queries, self.host_kv(layer, k)),
+            reads=(queries, *sources),
             writes=(output,),
         )
         yield self.act_op(Kind.LOAD_ACT, layer, k, 3, Scope.OUTPUT, 1, (output,), (attended,))

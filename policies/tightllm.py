@@ -11,9 +11,10 @@ its restrictions the decision with the shortest predicted time of a few layers i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, replace
+from itertools import chain
 
+from policies.cost.model import CostModel
 from policies.drive import Decision, StepContext
 from policies.ilp import SlotProblem, Solution, plan
 from policies.placement import Placement
@@ -27,7 +28,7 @@ from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
 
 _MIN_SLICE_BYTES = 16 * 2**20  # below this a copy's latency shows
-_PREDICTED_LAYERS = 6  # enough to pass the first layers, which start with an empty pipeline
+_PREDICTED_LAYERS = 8  # layers of the shorter model that predicts a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +118,56 @@ class TightLLM:
         ]
         if any(longest):
             decisions.append(Decision((0,) * len(context), whole, options[0].solver))
-        best = min(decisions, key=lambda d: self._predicted_s(ctx, d))
+        horizon = _Horizon(self.schedule, ctx)
+        best = min(decisions, key=horizon.step_s)
         return Decision(best.n_recompute, best.slices, best.solver, spent)
 
-    def _predicted_s(self, ctx: StepContext, decision: Decision) -> float:
-        """Predicted time from the end of the first layer to the end of the last predicted one.
 
-        The next step is taken to decide the same. The first layer is left out because its inputs
-        were fetched in the step before.
-        """
-        n_layers = min(_PREDICTED_LAYERS, ctx.model.n_layers)
-        ops = takewhile(
-            lambda op: op.kind is not Kind.FORWARD or op.layer < n_layers,
-            zigzag(ctx, decision, decision, self.schedule),
+class _Horizon:
+    """Predicts the length of a step under a decision by running a shorter model through it.
+
+    A step is layers, all alike, and an edge: its first layers find their inputs fetched, its last
+    ones have nothing to fetch for, and no batch starts before its last token is sampled. So a few
+    layers are run for two steps and the length is extended to the model's depth.
+    """
+
+    def __init__(self, schedule: Zigzag, ctx: StepContext) -> None:
+        self.schedule = schedule
+        self.depth = ctx.model.n_layers
+        alike = len(set(ctx.placement.weights)) == 1 and not (
+            ctx.model.n_experts and ctx.model.n_dense_layers
         )
-        linked = list(link(ops))
-        times = predict(linked, ctx.belief.seconds)
-        ends = [0.0] * n_layers
-        for item, (_, end) in zip(linked, times, strict=True):
+        if alike and self.depth > _PREDICTED_LAYERS:
+            model = replace(ctx.model, n_layers=_PREDICTED_LAYERS)
+            placement = replace(ctx.placement, weights=ctx.placement.weights[:_PREDICTED_LAYERS])
+            belief = CostModel(model, ctx.hardware, placement)
+            ctx = replace(ctx, model=model, placement=placement, belief=belief)
+        self.ctx = ctx
+
+    def step_s(self, decision: Decision) -> float:
+        """Seconds from the end of one step to the end of the next, all deciding the same."""
+        first = self._context(self.ctx.step, decision)
+        plan = [zigzag(first, decision, decision, self.schedule)]
+        if not first.is_prefill:
+            second = self._context(first.step + 1, decision)
+            plan.append(zigzag(second, decision, decision, self.schedule))
+        linked = list(link(chain.from_iterable(plan)))
+        layers, last = self.ctx.model.n_layers, first.step + len(plan) - 1
+        ends: dict[tuple[int, int], float] = {}  # (step, layer) -> end of its last batch
+        for item, (_, end_s) in zip(linked, predict(linked, self.ctx.belief.seconds), strict=True):
             if item.op.kind is Kind.FORWARD:
-                ends[item.op.layer] = end
-        return ends[-1] - (ends[0] if n_layers > 1 else 0.0)
+                ends[item.op.step, item.op.layer] = end_s
+        length_s = ends[last, layers] - ends.get((last - 1, layers), 0.0)
+        if layers < self.depth:
+            inner = ends[last, layers - 2] - ends[last, 1]
+            length_s += (self.depth - layers) * inner / (layers - 3)
+        return length_s
+
+    def _context(self, step: int, decision: Decision) -> StepContext:
+        ctx = replace(self.ctx, step=step)
+        # Steps before decided the same, too: each step stores one token, not all of the prompt.
+        reach = zip(ctx.n_ctx(), decision.n_recompute, strict=True)
+        return replace(ctx, n_stored=tuple(n_ctx - n_recompute for n_ctx, n_recompute in reach))
 
 
 class _Tables:

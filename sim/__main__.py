@@ -1,8 +1,8 @@
 """``python -m sim``: one run, or with ``-m`` (and ``+experiment=NAME``) a sweep of runs.
 
 This is the edge: Hydra composes, ``sim.settings`` turns the result into frozen dataclasses, and
-nothing behind sees a configuration. What readers get wrong: in a sweep an exception must not leave
-the task, or Hydra skips the summary of all runs; a run that fails becomes a row instead.
+nothing behind sees a configuration. What readers get wrong: with some launchers the jobs of a sweep
+run in other processes, on copies of ``task``; what they have to say is in the files they write.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
@@ -27,16 +26,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from policies.cost.breakeven import BreakEven, break_even
 from policies.errors import Infeasible
-from policies.solver import SolverUnavailableError
 from sim import files
+from sim.guard import SweepFailed, SweepRefused
 from sim.job import make_job
-from sim.report import break_even_lines, run_table, sweep_line
-from sim.result import RunRecord
+from sim.report import break_even_lines, run_table
 from sim.run import RunResult, RunSpec, simulate
-from sim.settings import GROUPS, build, explain
+from sim.settings import build, explain
+from sim.sweep import USER_ERRORS, run_job
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-USER_ERRORS = (ValueError, SolverUnavailableError)
 
 
 class WorkingFolder(SearchPathPlugin):
@@ -89,27 +87,6 @@ def run_alone(config: Mapping[str, object], overrides: list[str], folder: Path) 
     console.print(f"files: {_short(folder)}", highlight=False, soft_wrap=True)
 
 
-def run_in_sweep(
-    config: Mapping[str, object], overrides: list[str], folder: Path, number: int
-) -> str:
-    """Run, files, one line. Whatever goes wrong becomes a row; the row's status is returned."""
-    provenance = files.provenance(config, overrides)
-    try:
-        result = simulate(build(config, overrides))
-        files.write_run(folder, result, config, provenance)
-        record = result.record
-    except Exception as error:
-        reason = (
-            str(error) if isinstance(error, USER_ERRORS) else f"{type(error).__name__}: {error}"
-        )
-        record, row = _failed(config, reason)
-        files.write_row(folder, row, config, provenance)
-        files.write_error(folder, traceback.format_exc())
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(sweep_line(number, overrides, record))
-    return record.status
-
-
 def _break_even(spec: RunSpec) -> BreakEven | None:
     """Of the block with most tokens; None where no request is left (the run says so)."""
     try:
@@ -135,28 +112,6 @@ def _simulate(spec: RunSpec) -> RunResult:
         return simulate(spec, lambda done, total: bar.update(task, completed=done, total=total))
 
 
-def _failed(config: Mapping[str, object], reason: str) -> tuple[RunRecord, dict[str, object]]:
-    """Row of a run whose settings may not even have been readable."""
-    names: dict[str, str] = {}
-    layers: object = None
-    for group in GROUPS:
-        part = config.get(group)
-        names[group] = str(part.get("name", "")) if isinstance(part, Mapping) else ""
-        if group == "model" and isinstance(part, Mapping) and part.get("from_hf") is None:
-            layers = part.get("n_layers")
-    record = RunRecord(
-        policy=names["policy"],
-        model=names["model"],
-        n_layers=0,
-        hardware=names["hardware"],
-        workload=names["workload"],
-        status="failed",
-        reason=reason,
-    )
-    known = layers if isinstance(layers, int) else None
-    return record, record.as_row() | {"n_layers": known, "seed": config.get("seed")}
-
-
 def _short(folder: Path) -> Path:
     cwd = Path.cwd()
     return folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
@@ -172,17 +127,14 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     Plugins.instance().register(WorkingFolder)
     logging.getLogger().addHandler(_Warnings())
-    failed: list[int] = []
 
     def task(composed: DictConfig) -> None:
         settings = HydraConfig.get()
-        config = cast(dict[str, object], OmegaConf.to_container(composed, resolve=True))
         overrides, folder = list(settings.overrides.task), Path(settings.runtime.output_dir)
         if settings.mode is RunMode.MULTIRUN:
-            number = int(settings.job.num)
-            if run_in_sweep(config, overrides, folder, number) == "failed":
-                failed.append(number)
+            run_job(composed, overrides, folder, int(settings.job.num))
             return
+        config = cast(dict[str, object], OmegaConf.to_container(composed, resolve=True))
         try:
             run_alone(config, overrides, folder)
         except USER_ERRORS as error:
@@ -193,13 +145,18 @@ def main() -> int:
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+    except SweepFailed:
+        return 1
+    except SweepRefused as error:
+        _complain("error", str(error))
+        return 2
     except Exception as error:
         message = explain(error)
         if message is None or wants_trace:
             raise
         _complain("error", message)
         return 2
-    return 1 if failed else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ RESULT, DECISIONS, SPANS, CHROME = (
     "trace.chrome.json",
 )
 ERROR = "error.txt"
+AROUND = ("experiment", "sweep", "grid", "advise")  # settings of a sweep, not of its runs
 _DISTRIBUTIONS = ("numpy", "scipy", "simpy", "gurobipy", "hydra-core")
 _PACKAGE = "offload-sim"
 
@@ -87,26 +88,55 @@ def _write_decisions(path: Path, result: RunResult) -> None:
 # ---- provenance ----------------------------------------------------------------------------------
 
 
-def provenance(config: Mapping[str, object], overrides: Collection[str]) -> dict[str, object]:
-    """Versions, commit, hashes, seed and overrides that a row was computed from.
-
-    ``profile_sha256`` is the hash of the hardware mapping as JSON with sorted keys;
-    ``trace_sha256`` that of the file ``workload.path``. What is not known is null.
-    """
+def software() -> dict[str, object]:
+    """Versions and commit: what is the same for all rows that a process writes."""
     commit, dirty = _commit(Path(__file__).resolve().parents[1])
-    workload = config.get("workload")
-    path = workload.get("path") if isinstance(workload, Mapping) else None
     return {
         "python": platform.python_version(),
         **{name.replace("-", "_"): _version(name) for name in _DISTRIBUTIONS},
         "package": _version(_PACKAGE),
         "git_commit": commit,
         "git_dirty": dirty,
+    }
+
+
+def provenance(
+    config: Mapping[str, object],
+    overrides: Collection[str],
+    versions: Mapping[str, object] | None = None,
+) -> dict[str, object]:
+    """Versions, commit, hashes, seed and overrides that a row was computed from.
+
+    ``profile_sha256`` is the hash of the hardware mapping as JSON with sorted keys;
+    ``trace_sha256`` that of the file ``workload.path``; ``cell_sha256`` that of everything that the
+    row depends on. What is not known is null. ``versions`` are those of ``software``, which takes
+    a process of its own to find out.
+    """
+    trace = trace_hash(config)
+    return {
+        **(software() if versions is None else versions),
         "profile_sha256": profile_hash(config.get("hardware")),
-        "trace_sha256": _file_hash(Path(str(path))) if path else None,
+        "trace_sha256": trace,
+        "cell_sha256": cell_hash(config, trace),
         "seed": config.get("seed"),
         "overrides": list(overrides),
     }
+
+
+def cell_hash(config: Mapping[str, object], trace: str | None) -> str:
+    """SHA-256 of the settings that decide a row and of the trace that it reads.
+
+    Settings of the sweep around it are left out: a cell is the same however it came to be run.
+    """
+    decisive = {key: value for key, value in config.items() if key not in AROUND}
+    return profile_hash({"config": decisive, "trace": trace})
+
+
+def trace_hash(config: Mapping[str, object]) -> str | None:
+    """SHA-256 of the file ``workload.path``; None where there is none."""
+    workload = config.get("workload")
+    path = workload.get("path") if isinstance(workload, Mapping) else None
+    return _file_hash(Path(str(path))) if path else None
 
 
 def profile_hash(hardware: object) -> str:

@@ -29,9 +29,7 @@ Longs = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 Function = Callable[..., Any]
 
-_compile = cast(
-    "Callable[[Function], Function]", njit(cache=True, error_model="numpy", boundscheck=False)
-)
+_compile = cast("Callable[[Function], Function]", njit(cache=True, error_model="numpy", _nrt=False))
 
 
 class Program(NamedTuple):
@@ -76,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The ops in flight, op n of a lane at ``n & (width - 1)``."""
+    """The ops in flight, op n of a lane at ``n & (width - 1)``; width is a power of two."""
 
     seconds: Floats  # (N_LANES, width)
     end_s: Floats  # (N_LANES, width)
@@ -87,22 +85,26 @@ class _Window(NamedTuple):
     index: Longs  # (N_LANES, width), position in the plan
 
 
-class _Slots(NamedTuple):
-    """Last writer of each slot and its last reader of each lane since; 0: none."""
+class _Links(NamedTuple):
+    """Last writer of each slot, its last reader of each lane since (0: none), and the steps."""
 
-    writer_lane: Bytes
-    writer: Ints
+    writer_lane: Bytes  # (n_slots,)
+    writer: Ints  # (n_slots,)
     reader: Ints  # (n_slots, N_LANES)
+    fence: Longs  # (1,), the last one
+    floor: Longs  # (N_LANES,), ops up to this one lie before the last fence
+    done_then: Longs  # (S, N_LANES), ops ended when a step was linked
+    linked_then: Longs  # (S, N_LANES), ops linked after it was
+    oldest: Longs  # (1,), step that may have ops in flight
 
 
 class _Lanes(NamedTuple):
-    """State of each lane. ``left_s`` and ``since_s`` matter on the shared link only."""
+    """State of each lane. The last three matter on the shared link only."""
 
     linked: Longs  # number of ops linked
     done: Longs  # number of ops ended
-    floor: Longs  # ops up to this one lie before the last fence
-    blocked_lane: Longs  # a lane that the head waits for ...
-    blocked_op: Longs  # ... and the op, 0: the head is not known to wait
+    later: Longs  # number of ops in steps that are not linked yet
+    blocked_on: Longs  # a lane that the head waits for, -1: none known
     running: Bytes
     start_s: Floats
     finish_s: Floats  # infinite while idle
@@ -111,77 +113,118 @@ class _Lanes(NamedTuple):
     rate: Floats
 
 
+class _State(NamedTuple):
+    """Everything that a run keeps."""
+
+    window: _Window
+    links: _Links
+    lanes: _Lanes
+
+
+def new_state(program: Program, width: int) -> _State:
+    """State of a run whose window holds ``width`` ops of a lane, a power of two."""
+    wide, lanes, n_slots = (N_LANES, width), N_LANES, program.n_slots
+    n_steps = len(program.step_template)
+    window = _Window(
+        np.empty(wide),
+        np.zeros(wide),
+        np.zeros((*wide, N_CATEGORIES)),
+        np.zeros((*wide, lanes), np.int32),
+        np.zeros(wide, np.uint8),
+        np.zeros(wide, np.int32),
+        np.zeros(wide, np.int64),
+    )
+    links = _Links(
+        np.zeros(n_slots, np.uint8),
+        np.zeros(n_slots, np.int32),
+        np.zeros((n_slots, lanes), np.int32),
+        np.zeros(1, np.int64),
+        np.zeros(lanes, np.int64),
+        np.zeros((n_steps, lanes), np.int64),
+        np.zeros((n_steps, lanes), np.int64),
+        np.zeros(1, np.int64),
+    )
+    counts = (np.zeros(lanes, np.int64) for _ in range(3))
+    return _State(
+        window,
+        links,
+        _Lanes(
+            *counts,
+            np.full(lanes, -1, np.int64),
+            np.zeros(lanes, np.uint8),
+            np.zeros(lanes),
+            np.full(lanes, np.inf),
+            np.zeros(lanes),
+            np.zeros(lanes),
+            np.ones(lanes),
+        ),
+    )
+
+
 @_compile
 def _wait_for_slots(
-    program: Program, slots: _Slots, lanes: _Lanes, need: Ints, op: int, lane: int, number: int
+    program: Program, state: _State, op: int, lane: int, number: int, at: int
 ) -> None:
-    """Write into ``need`` what op ``number`` of a lane waits for, and book its slots."""
+    """Write into the window what op ``number`` of a lane waits for, and book its slots."""
+    links, need = state.links, state.window.need
     for i in range(program.first_read[op], program.first_read[op + 1]):
         slot = program.read[i]
-        other, writer = slots.writer_lane[slot], slots.writer[slot]
-        if writer > need[other] and writer > lanes.floor[other]:
-            need[other] = writer
-        slots.reader[slot, lane] = number
+        other, writer = links.writer_lane[slot], links.writer[slot]
+        if writer > need[lane, at, other] and writer > links.floor[other]:
+            need[lane, at, other] = writer
+        links.reader[slot, lane] = number
     for i in range(program.first_write[op], program.first_write[op + 1]):
         slot = program.write[i]
-        other, writer = slots.writer_lane[slot], slots.writer[slot]
-        if writer > need[other] and writer > lanes.floor[other]:
-            need[other] = writer
+        other, writer = links.writer_lane[slot], links.writer[slot]
+        if writer > need[lane, at, other] and writer > links.floor[other]:
+            need[lane, at, other] = writer
         for reading in range(N_LANES):
-            reader = slots.reader[slot, reading]
-            if reader > need[reading] and reader > lanes.floor[reading]:
-                need[reading] = reader
-            slots.reader[slot, reading] = 0
-        slots.writer_lane[slot] = lane
-        slots.writer[slot] = number
+            reader = links.reader[slot, reading]
+            if reader > need[lane, at, reading] and reader > links.floor[reading]:
+                need[lane, at, reading] = reader
+            links.reader[slot, reading] = 0
+        links.writer_lane[slot] = lane
+        links.writer[slot] = number
 
 
 @_compile
-def _link_step(
-    program: Program,
-    window: _Window,
-    slots: _Slots,
-    lanes: _Lanes,
-    outcome: Outcome,
-    step: int,
-    index: int,
-    fence: int,
-) -> int:
-    """Queue the ops of one step; ``index`` is the position of its first. Returns the last fence."""
+def _link_step(program: Program, state: _State, outcome: Outcome, step: int, index: int) -> int:
+    """Queue the ops of one step; ``index`` is the plan's position of its first, returned its end's."""
+    window, links, lanes = state.window, state.links, state.lanes
     mask = window.seconds.shape[1] - 1
     template, amounts = program.step_template[step], program.step_amounts[step]
-    first, stop = program.first_op[template], program.first_op[template + 1]
-    for op in range(first, stop):
+    for op in range(program.first_op[template], program.first_op[template + 1]):
         lane, flags = program.lane[op], program.flags[op]
         lanes.linked[lane] += 1
         number = lanes.linked[lane]
         at = number & mask
-        need = window.need[lane, at]
-        need[:] = 0
+        for other in range(N_LANES):
+            window.need[lane, at, other] = 0
         if flags & FENCE:
             for other in range(N_LANES):
-                need[other] = lanes.linked[other]
-                lanes.floor[other] = lanes.linked[other]
-            fence = number
+                window.need[lane, at, other] = lanes.linked[other]
+                links.floor[other] = lanes.linked[other]
+            links.fence[0] = number
         else:
-            need[_COMPUTE] = fence
-            _wait_for_slots(program, slots, lanes, need, op, lane, number)
-        need[lane] = 0
-        if index < outcome.start_s.shape[0]:
-            outcome.waits_for[index] = need
+            window.need[lane, at, _COMPUTE] = links.fence[0]
+            _wait_for_slots(program, state, op, lane, number, at)
+        window.need[lane, at, lane] = 0
         for other in range(N_LANES):
+            if index < outcome.start_s.shape[0]:
+                outcome.waits_for[index, other] = window.need[lane, at, other]
             # Ended ops are neither waited for nor binding: the lane's previous op ends no earlier.
-            if need[other] <= lanes.done[other]:
-                need[other] = 0
+            if window.need[lane, at, other] <= lanes.done[other]:
+                window.need[lane, at, other] = 0
         at_step = program.step_number[step] + program.ahead[op]
-        if at_step > 0:
-            flags &= ~PREFILL
         window.seconds[lane, at] = program.seconds[amounts + program.amount[op]]
         window.kind[lane, at] = program.category[op] | flags << 4
         window.step[lane, at] = at_step
         window.index[lane, at] = index
         index += 1
-    return fence
+    for lane in range(N_LANES):
+        lanes.later[lane] -= program.lane_ops[template, lane]
+        links.linked_then[step, lane] = lanes.linked[lane]
+    return index
 
 
 @_compile
@@ -202,20 +245,19 @@ def _start_head(window: _Window, lanes: _Lanes, lane: int, now_s: float, duplex:
         return
     mask = window.seconds.shape[1] - 1
     at = number & mask
-    need = window.need[lane, at]
     binding_lane, binding_at, latest_s = lane, (number - 1) & mask, -1.0
     if number > 1:
         latest_s = window.end_s[lane, binding_at]
     for other in range(N_LANES):
-        dep = need[other]
+        dep = window.need[lane, at, other]
         if dep:
             if dep > lanes.done[other]:
-                lanes.blocked_lane[lane], lanes.blocked_op[lane] = other, dep
+                lanes.blocked_on[lane] = other
                 return
             if window.end_s[other, dep & mask] > latest_s:
                 binding_lane, binding_at = other, dep & mask
                 latest_s = window.end_s[other, binding_at]
-    lanes.blocked_op[lane] = 0
+    lanes.blocked_on[lane] = -1
     for category in range(N_CATEGORIES):
         window.charged_s[lane, at, category] = (
             window.charged_s[binding_lane, binding_at, category] if latest_s >= 0.0 else 0.0
@@ -245,7 +287,7 @@ def _end_head(
     window.end_s[lane, at] = now_s
     window.charged_s[lane, at, kind & 15] += now_s - start_s
     outcome.busy_s[lane] += now_s - start_s
-    if kind >> 4 & PREFILL:
+    if kind >> 4 & PREFILL and window.step[lane, at] == 0:
         outcome.times_s[1] = now_s
     if kind >> 4 & FORWARD:
         outcome.step_end_s[window.step[lane, at]] = now_s
@@ -262,80 +304,66 @@ def _end_head(
 
 
 @_compile
-def _starving(lanes: _Lanes, later: Longs) -> bool:
+def _starving(lanes: _Lanes) -> bool:
     """Whether a lane is empty that some later step has ops for."""
     for lane in range(N_LANES):
-        if lanes.done[lane] == lanes.linked[lane] and later[lane]:
+        if lanes.done[lane] == lanes.linked[lane] and lanes.later[lane] > 0:
             return True
     return False
 
 
 @_compile
-def run_block(program: Program, outcome: Outcome, duplex: float, width: int) -> int:
-    """Run a block from time 0 into ``outcome``, which must be all zeros.
+def _has_room(program: Program, state: _State, step: int, width: int) -> bool:
+    """Whether the ops of a step can be queued without losing one that is still needed.
 
-    ``width``, a power of two, is how many ops of a lane may be in flight. ``TOO_NARROW`` asks for a
-    wider window and a new start; ``STALLED`` means that ops are left and none can start.
+    An op in flight needs what had not ended when its step was linked.
     """
-    n_steps = program.step_template.shape[0]
-    window = _Window(
-        np.empty((N_LANES, width)),
-        np.zeros((N_LANES, width)),
-        np.zeros((N_LANES, width, N_CATEGORIES)),
-        np.zeros((N_LANES, width, N_LANES), np.int32),
-        np.zeros((N_LANES, width), np.uint8),
-        np.zeros((N_LANES, width), np.int32),
-        np.zeros((N_LANES, width), np.int64),
-    )
-    slots = _Slots(
-        np.zeros(program.n_slots, np.uint8),
-        np.zeros(program.n_slots, np.int32),
-        np.zeros((program.n_slots, N_LANES), np.int32),
-    )
-    lanes = _Lanes(
-        np.zeros(N_LANES, np.int64),
-        np.zeros(N_LANES, np.int64),
-        np.zeros(N_LANES, np.int64),
-        np.zeros(N_LANES, np.int64),
-        np.zeros(N_LANES, np.int64),
-        np.zeros(N_LANES, np.uint8),
-        np.zeros(N_LANES),
-        np.full(N_LANES, np.inf),
-        np.zeros(N_LANES),
-        np.zeros(N_LANES),
-        np.ones(N_LANES),
-    )
-    later = np.zeros(N_LANES, np.int64)  # ops of each lane in the steps not yet linked
+    lanes, links = state.lanes, state.links
+    oldest = links.oldest[0]
+    while oldest < step:
+        for lane in range(N_LANES):
+            if lanes.done[lane] < links.linked_then[oldest, lane]:
+                break
+        else:
+            oldest += 1
+            continue
+        break
+    links.oldest[0] = oldest
+    template = program.step_template[step]
+    for lane in range(N_LANES):
+        links.done_then[step, lane] = lanes.done[lane]
+    for lane in range(N_LANES):
+        last = lanes.linked[lane] + program.lane_ops[template, lane]
+        if last - width >= links.done_then[oldest, lane]:
+            return False
+    return True
+
+
+@_compile
+def run_block(program: Program, state: _State, outcome: Outcome, duplex: float) -> int:
+    """Run a block from time 0.
+
+    ``TOO_NARROW`` asks for a wider window and a new start, ``STALLED`` means that ops are left and
+    none can start. ``state`` must be new, ``outcome`` all zeros.
+    """
+    window, lanes = state.window, state.lanes
+    n_steps, width = program.step_template.shape[0], window.seconds.shape[1]
     for step in range(n_steps):
-        later += program.lane_ops[program.step_template[step]]
-    done_then = np.zeros((n_steps + 1, N_LANES), np.int64)  # when a step was linked
-    linked_then = np.zeros((n_steps + 1, N_LANES), np.int64)  # after it was
-    oldest = 0  # step that may have ops in flight
-    n_linked, n_ops, n_ended, fence = 0, 0, 0, 0
-    now_s, last_index = 0.0, -1
-    lane = -1
+        for lane in range(N_LANES):
+            lanes.later[lane] += program.lane_ops[program.step_template[step], lane]
+    n_linked, n_ops, n_ended, last_index = 0, 0, 0, -1
+    now_s, lane = 0.0, -1
     while True:
         fresh = False
-        while n_linked < n_steps and _starving(lanes, later):
-            template = program.step_template[n_linked]
-            while oldest < n_linked and np.all(lanes.done >= linked_then[oldest]):
-                oldest += 1
-            done_then[n_linked] = lanes.done
-            for other in range(N_LANES):
-                ahead = lanes.linked[other] + program.lane_ops[template, other]
-                if ahead - width >= done_then[oldest, other]:
-                    return TOO_NARROW
-            fence = _link_step(program, window, slots, lanes, outcome, n_linked, n_ops, fence)
-            n_ops += program.first_op[template + 1] - program.first_op[template]
-            later -= program.lane_ops[template]
-            linked_then[n_linked] = lanes.linked
+        while n_linked < n_steps and _starving(lanes):
+            if not _has_room(program, state, n_linked, width):
+                return TOO_NARROW
+            n_ops = _link_step(program, state, outcome, n_linked, n_ops)
             n_linked += 1
             fresh = True
         for other in range(N_LANES):
             if not lanes.running[other] and (
-                fresh
-                or other == lane
-                or (lanes.blocked_lane[other] == lane and lanes.blocked_op[other] > 0)
+                fresh or other == lane or lanes.blocked_on[other] == lane
             ):
                 _start_head(window, lanes, other, now_s, duplex)
         lane = 0

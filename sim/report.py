@@ -127,16 +127,16 @@ def _cannot_win(found: BreakEven) -> Iterator[str]:
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def sweep_line(number: int, overrides: Sequence[str], record: RunRecord) -> str:
+def sweep_line(label: str, overrides: Sequence[str], record: RunRecord) -> str:
     """One line for a run of a sweep."""
     cell = [text for text in overrides if not text.startswith("+experiment=")]
     what = " ".join(cell) or f"{record.policy} {record.model} {record.hardware}"
     if record.status != "ok":
-        return f"#{number} {what}: {record.status}: {record.reason}"
+        return f"#{label} {what}: {record.status}: {record.reason}"
     speed = f"prefill {record.prefill_tokens_per_s:,.1f} tokens/s"
     if record.decode_tokens_per_s is not None:
         speed += f", decode {record.decode_tokens_per_s:,.2f} tokens/s"
-    return f"#{number} {what}: {speed}"
+    return f"#{label} {what}: {speed}"
 
 
 def run_table(

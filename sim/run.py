@@ -6,28 +6,28 @@ added: memory stays that of the largest block however long the job is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from statistics import fmean
 
 from policies.cost.model import CostModel
-from policies.drive import Decision, Policy, drive
+from policies.drive import Policy
 from policies.errors import Infeasible, OutOfMemory
 from policies.placement import Placement, block_kv_bytes
 from policies.plan.memory import Buffers, block_pools, check_run, run_pools
-from policies.plan.op import Lane, Op
+from policies.plan.op import Lane
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
-from policies.trace.attribution import Category, attribute
-from policies.trace.metrics import TraceMetrics, lane_totals_s, metrics
+from policies.trace.attribution import Category
 from policies.trace.span import Span, parse_key
-from sim.engine import SimBackend
+from sim.decisions import DecisionLog
+from sim.decisions import StepDecision as StepDecision
+from sim.executors import ENGINES, EVERY_STEP, BlockTimes, fast_blocks, simpy_blocks
 from sim.job import WorkloadSpec, make_job
 from sim.memory import Ledger
 from sim.pack import Job
 from sim.result import RunRecord
+from sim.tracing import UntraceableError
 
 AUTO_TRACE_OPS = 200_000  # above this many ops ``trace=auto`` keeps the first steps only
 TRACED_STEPS = 3  # prefill and two decode steps
@@ -39,7 +39,8 @@ class RunSpec:
     """Everything that a run depends on.
 
     The policy reasons with ``belief``, the simulation charges ``hardware``; None means that it
-    knows its machine exactly.
+    knows its machine exactly. ``engine`` is the executor, ``auto`` the compiled one where it can
+    run the policy; the record says which ran.
     """
 
     model: ModelSpec
@@ -49,22 +50,13 @@ class RunSpec:
     belief: HardwareProfile | None = None
     trace: str = "auto"
     seed: int = 0
+    engine: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine: {self.engine!r} is none of {', '.join(ENGINES)}")
         if self.trace not in TRACE_MODES:
             raise ValueError(f"trace: {self.trace!r} is none of {', '.join(TRACE_MODES)}")
-
-
-@dataclass(frozen=True, slots=True)
-class StepDecision:
-    """One line of ``decisions.csv``."""
-
-    block: int
-    step: int
-    batch: int
-    n_ctx: int
-    n_recompute: int
-    slices: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class RunResult:
     """A record and, where the run took place, its decisions and the spans that were kept."""
 
     record: RunRecord
-    decisions: tuple[StepDecision, ...] = ()
+    decisions: Collection[StepDecision] = ()
     spans: tuple[Span, ...] = ()
     job: Job | None = None
 
@@ -94,34 +86,33 @@ class _Tally:
     n_ops: int = 0
     spans: list[Span] = field(default_factory=list)
 
-    def add(self, block: Block, backend: SimBackend, costs: CostModel, ops: list[Op]) -> None:
-        """Simulate one block and add it at the end of the run so far."""
-        trace = backend.run(ops)
-        measured: TraceMetrics = metrics(trace)
-        waits = attribute(trace.spans, [item.deps for item in backend.linked])
-        for category, share in waits.shares.items():
-            self.waits_s[category] += share * measured.makespan_s
-        for lane, seconds in lane_totals_s(costs, ops).items():
+    def add(self, block: Block, times: BlockTimes) -> None:
+        """Add one block at the end of the run so far."""
+        for category, seconds in times.waits_s.items():
+            self.waits_s[category] += seconds
+        for lane, seconds in times.lane_s.items():
             self.lane_s[lane] += seconds
-            self.busy_s[lane] += measured.busy[lane] * measured.makespan_s
-        self.prefill_s += measured.prefill_s
-        self.decode_s += measured.decode_s
-        self.ttft_weight += block.n_seqs * measured.ttft_s[0]
+            self.busy_s[lane] += times.busy_s[lane]
+        self.prefill_s += times.prefill_s
+        self.decode_s += times.decode_s
+        self.ttft_weight += block.n_seqs * times.prefill_s
         if block.max_new > 1:
-            self.tpot_weight += block.n_seqs * measured.decode_s / (block.max_new - 1)
+            self.tpot_weight += block.n_seqs * times.decode_s / (block.max_new - 1)
             self.tpot_seqs += block.n_seqs
         at = self.clock_s
-        spans = trace.spans
+        spans = times.spans
         if at:
             spans = tuple(s._replace(start_s=s.start_s + at, end_s=s.end_s + at) for s in spans)
-        self._keep(spans)
-        self.clock_s += measured.makespan_s
-        self.n_ops += len(ops)
+        self.spans.extend(spans)
+        self.clock_s += times.makespan_s
+        self.n_ops += times.n_ops
 
-    def _keep(self, spans: tuple[Span, ...]) -> None:
-        whole = self.mode == "full" or (self.mode == "auto" and self.n_ops <= AUTO_TRACE_OPS)
-        if whole or not self.spans:
-            self.spans.extend(spans)
+    def steps_to_keep(self, n_ops: int) -> int:
+        """Leading steps of the next block, of ``n_ops`` ops, whose spans may be wanted."""
+        total = self.n_ops + n_ops
+        if self.mode == "full" or (self.mode == "auto" and total <= AUTO_TRACE_OPS):
+            return EVERY_STEP
+        return TRACED_STEPS if self.mode == "auto" and not self.n_ops else 0
 
 
 def simulate(
@@ -196,23 +187,44 @@ def _execute(
 ) -> RunResult:
     plant = CostModel(spec.model, spec.hardware, placement)
     belief = plant if spec.belief is None else CostModel(spec.model, spec.belief, placement)
-    decided: list[tuple[int, int, Decision]] = []
-    ops = drive(spec.policy, blocks, belief, lambda g, s, d: decided.append((g, s, d)))
-    backend = SimBackend(plant, spec.hardware.duplex)
-    tally = _Tally(spec.trace)
-    for index, group in groupby(ops, key=lambda op: op.block):
-        tally.add(blocks[index], backend, plant, list(group))
-        progress(index + 1, len(blocks))
+    engine = "simpy" if spec.engine == "simpy" else "fast"
+    try:
+        tally, decided = _run_blocks(engine, spec, blocks, plant, belief, progress)
+    except UntraceableError:
+        if spec.engine != "auto":
+            raise
+        engine = "simpy"
+        tally, decided = _run_blocks(engine, spec, blocks, plant, belief, progress)
     spans, mode = _trace(tally)
     record = _amend(
         base,
         **_time_columns(tally, job),
-        **_decision_columns(decided),
         **{f"peak_{tier}_bytes": peak for tier, peak in peaks.items()},
+        n_recompute_mean=decided.n_recompute_mean,
+        solver=" ".join(sorted(decided.solvers)),
+        solve_s=decided.solve_s,
         extrapolated=" ".join(sorted(plant.extrapolated)),
         trace=mode,
+        engine=engine,
     )
-    return RunResult(record, tuple(_decisions(decided, blocks)), spans, job)
+    return RunResult(record, decided, spans, job)
+
+
+def _run_blocks(
+    engine: str,
+    spec: RunSpec,
+    blocks: tuple[Block, ...],
+    plant: CostModel,
+    belief: CostModel,
+    progress: Callable[[int, int], None],
+) -> tuple[_Tally, DecisionLog]:
+    tally, decided = _Tally(spec.trace), DecisionLog(blocks)
+    run = fast_blocks if engine == "fast" else simpy_blocks
+    times = run(spec.policy, blocks, plant, belief, decided.observe, tally.steps_to_keep)
+    for index, block_times in enumerate(times):
+        tally.add(blocks[index], block_times)
+        progress(index + 1, len(blocks))
+    return tally, decided
 
 
 def _trace(tally: _Tally) -> tuple[tuple[Span, ...], str]:
@@ -289,22 +301,3 @@ def _time_columns(tally: _Tally, job: Job) -> dict[str, object]:
         "bound_ratio": makespan_s / bound_s,
         "n_ops": tally.n_ops,
     }
-
-
-def _decision_columns(decided: list[tuple[int, int, Decision]]) -> dict[str, object]:
-    recompute = [n for _, step, d in decided if step for n in d.n_recompute]
-    solvers = sorted({d.solver for _, _, d in decided if d.solver})
-    return {
-        "n_recompute_mean": fmean(recompute) if recompute else None,
-        "solver": " ".join(solvers),
-        "solve_s": sum(d.solve_s for _, _, d in decided),
-    }
-
-
-def _decisions(
-    decided: list[tuple[int, int, Decision]], blocks: tuple[Block, ...]
-) -> Iterator[StepDecision]:
-    for g, step, decision in decided:
-        for b, batch in enumerate(blocks[g].batches):
-            n_ctx = batch.prompt_len + step - 1 if step else 0
-            yield StepDecision(g, step, b, n_ctx, decision.n_recompute[b], decision.slices[b])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from importlib.resources import as_file, files
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from sim.columns import NULL, read_columns
 from sim.lengths import LengthTrace
-from sim.workloads import GENERATED, SHIPPED, generate, shipped_path
+from sim.workloads import GENERATED, SHIPPED, generate
 
 SEEDFIT_RESPONSE = 2.2
 """Earlier responses counted so many times bring ShareGPT's K to that of the kappa paper."""
@@ -152,7 +153,7 @@ _OPTIONAL = (
 def _read(source: str, path: str | None, seed: int) -> _Table:
     if path is None:
         if source in SHIPPED:
-            with shipped_path(source) as file:
+            with as_file(files("sim") / "data" / f"{source}_turns_sample.csv") as file:
                 return _read_file(file, source)
         if source in GENERATED:
             return _drawn(generate(source, None, seed))

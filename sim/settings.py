@@ -32,12 +32,14 @@ from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
 from policies.spec.model import ModelSpec
 from policies.spec.model_hf import load_hf_config
+from sim.files import AROUND
 from sim.job import WorkloadSpec
 from sim.run import RunSpec
 
 GROUPS = ("model", "hardware", "workload", "policy")
 _READ_HERE = (*GROUPS, "seed", "trace", "belief")
-_READ_BY_SWEEPS = ("experiment",)  # a name that an experiment file may give itself
+READ_BY_SERVING = ("mode", "serve", "admission", "prefix", "routing", "fleet")
+_READ_BY_SWEEPS = AROUND
 
 
 def build(config: Mapping[str, object], overrides: Collection[str] = ()) -> RunSpec:
@@ -46,42 +48,49 @@ def build(config: Mapping[str, object], overrides: Collection[str] = ()) -> RunS
     ``overrides`` are the command line's: with ``model.from_hf`` they decide which fields of
     ``model`` win over the file. ``ValueError`` names the key, its value and what is allowed.
     """
-    for key in config:
-        if key not in _READ_HERE and key not in _READ_BY_SWEEPS:
-            raise ValueError(unknown_key("", key, (*_READ_HERE, *_READ_BY_SWEEPS)))
-    hardware = hardware_from_mapping(_group(config, "hardware"))
-    seed = _value("seed", int, config.get("seed", 0))
+    check_keys(config)
+    hardware = hardware_from_mapping(group_of(config, "hardware"))
+    seed = typed("seed", int, config.get("seed", 0))
     if seed < 0:
         raise ValueError(f"seed: {seed} must be >= 0")
     return RunSpec(
-        model=_model(_group(config, "model"), overrides),
+        model=model_of(group_of(config, "model"), overrides),
         hardware=hardware,
-        policy=_policy(_group(config, "policy")),
-        workload=_workload(_group(config, "workload")),
-        belief=_belief(_group(config, "hardware"), config.get("belief")),
-        trace=_value("trace", str, config.get("trace", "auto")),
+        policy=_policy(group_of(config, "policy")),
+        workload=_workload(group_of(config, "workload")),
+        belief=belief_of(group_of(config, "hardware"), config.get("belief")),
+        trace=typed("trace", str, config.get("trace", "auto")),
         seed=seed,
     )
 
 
-def _group(config: Mapping[str, object], name: str) -> dict[str, Any]:
+def check_keys(config: Mapping[str, object]) -> None:
+    """``ValueError`` for a key of a composed configuration that no mode reads."""
+    known = (*_READ_HERE, *READ_BY_SERVING, *_READ_BY_SWEEPS)
+    for key in config:
+        if key not in known:
+            raise ValueError(unknown_key("", key, known))
+
+
+def group_of(config: Mapping[str, object], name: str) -> dict[str, Any]:
+    """A config group as a new dictionary; ``ValueError`` if it is none."""
     value = config.get(name)
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}: {value!r} must be a mapping, as {name}=NAME gives")
     return {str(key): part for key, part in value.items()}
 
 
-def _model(data: dict[str, Any], overrides: Collection[str]) -> ModelSpec:
+def model_of(data: dict[str, Any], overrides: Collection[str]) -> ModelSpec:
     """From ``data`` alone, or from a config.json and the fields that ``overrides`` name."""
     path = data.pop("from_hf", None)
     if path is None:
-        return ModelSpec(**_checked("model", ModelSpec, data))
-    base = asdict(load_hf_config(_value("model.from_hf", str, path)))
+        return ModelSpec(**checked("model", ModelSpec, data))
+    base = asdict(load_hf_config(typed("model.from_hf", str, path)))
     for override in overrides:
         group, _, field = override.partition("=")[0].lstrip("+~").partition(".")
         if group == "model" and field and field != "from_hf":
             base[field] = data.get(field)
-    return ModelSpec(**_checked("model", ModelSpec, base))
+    return ModelSpec(**checked("model", ModelSpec, base))
 
 
 def _workload(data: dict[str, Any]) -> WorkloadSpec:
@@ -101,9 +110,9 @@ def _workload(data: dict[str, Any]) -> WorkloadSpec:
             raise ValueError(
                 f"workload.n_generated: {data['n_generated']} must be null with workload.path"
             )
-        stem = Path(_value("workload.path", str, path)).stem
+        stem = Path(typed("workload.path", str, path)).stem
         data |= {"source": "path", "name": stem}
-    return WorkloadSpec(**_checked("workload", WorkloadSpec, data))
+    return WorkloadSpec(**checked("workload", WorkloadSpec, data))
 
 
 def _policy(data: dict[str, Any]) -> Policy:
@@ -118,7 +127,7 @@ def _policy(data: dict[str, Any]) -> Policy:
     if not (isinstance(cls, type) and is_dataclass(cls)) or not hasattr(cls, "decide"):
         raise ValueError(f"policy._target_: {target!r} is no policy (a dataclass with decide())")
     values = {key: value for key, value in data.items() if key != "_target_"}
-    _checked("policy", cls, values)
+    checked("policy", cls, values)
     if values.get("solver", SOLVERS[0]) not in SOLVERS:
         raise ValueError(f"policy.solver: {values['solver']!r} is none of {', '.join(SOLVERS)}")
     try:
@@ -129,7 +138,7 @@ def _policy(data: dict[str, Any]) -> Policy:
         raise
 
 
-def _belief(hardware: dict[str, Any], belief: object) -> HardwareProfile | None:
+def belief_of(hardware: dict[str, Any], belief: object) -> HardwareProfile | None:
     """The profile with the numbers of ``belief`` in place of its own; None if there are none."""
     if belief is None or belief == {}:
         return None
@@ -155,7 +164,7 @@ def _merged(root: str, base: Mapping[str, Any], over: Mapping[Any, Any]) -> dict
 # ---- types of values -----------------------------------------------------------------------------
 
 
-def _checked(root: str, cls: type[Any], data: Mapping[str, object]) -> dict[str, Any]:
+def checked(root: str, cls: type[Any], data: Mapping[str, object]) -> dict[str, Any]:
     """``data`` if it has the fields of dataclass ``cls``, each of its declared type."""
     hints = get_type_hints(cls)
     known = [field.name for field in fields(cls)]
@@ -163,12 +172,14 @@ def _checked(root: str, cls: type[Any], data: Mapping[str, object]) -> dict[str,
         if key not in known:
             raise ValueError(unknown_key(root, key, known))
     for field in fields(cls):
-        if field.name not in data and field.default is MISSING:
+        optional = field.default is not MISSING or field.default_factory is not MISSING
+        if field.name not in data and not optional:
             raise ValueError(f"{root}.{field.name}: is missing, {cls.__name__} needs it")
-    return {key: _value(f"{root}.{key}", hints[key], value) for key, value in data.items()}
+    return {key: typed(f"{root}.{key}", hints[key], value) for key, value in data.items()}
 
 
-def _value(name: str, kind: Any, value: object) -> Any:
+def typed(name: str, kind: Any, value: object) -> Any:
+    """``value`` if it is of ``kind``; ``ValueError`` naming it."""
     if not _is(kind, value):
         hint = " (write it without an exponent)" if _whole(value) and kind is not str else ""
         raise ValueError(f"{name}: {value!r} must be {_said(kind)}{hint}")
@@ -245,6 +256,8 @@ def explain(error: BaseException) -> str | None:
 def _unknown_option(error: MissingConfigException) -> str:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     names = sorted(str(option) for option in error.options or ())
+    extras = "; extras [joblib], [ray] and [slurm] bring more" if group == "hydra/launcher" else ""
     if not names:
-        return f"{group or 'config'}: {name!r} does not exist, nor does any other {group}"
-    return f"{group}: {name!r} does not exist{_nearest(name, names)}; there are {', '.join(names)}"
+        return f"{group or 'config'}: {name!r} does not exist, nor does any other {group}{extras}"
+    close, there = _nearest(name, names), ", ".join(names)
+    return f"{group}: {name!r} does not exist{close}; there are {there}{extras}"

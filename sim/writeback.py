@@ -34,10 +34,16 @@ class WriteBack:
     def set_left(self, pending_s: float) -> None:
         """Time went by: ``pending_s`` is left; do what was waiting for the rest."""
         self.pending_s = pending_s
-        written_s = self._issued_s - pending_s
-        # Sums of many seconds round: an empty queue has written everything.
-        while self._then and (pending_s <= 0.0 or self._then[0][0] <= written_s):
+        # Compared as what is left, the way written_next computes it; an empty queue has written all.
+        while self._then and (
+            pending_s <= 0.0 or self._issued_s - self._then[0][0] >= pending_s
+        ):
             self._then.popleft()[1]()
+
+    def written_next(self) -> None:
+        """The time that ``next_s`` named has passed."""
+        mark_s = self._then[0][0]
+        self.set_left(max(0.0, self._issued_s - mark_s))
 
     @property
     def next_s(self) -> float | None:

@@ -53,7 +53,6 @@ class RaggedCosts(CostModel):
         classes = (LayerClass(0, dense), LayerClass(dense, model.n_layers - dense))
         self.layer_classes = tuple(c for c in classes if c.count)
         self._linear: dict[tuple[int, int], float] = {}
-        self._chunks: dict[tuple[int, int], float] = {}
 
     def linear_seconds(self, layer: int, n_rows: int) -> float:
         """One layer of ``n_rows`` tokens without attention."""
@@ -69,12 +68,8 @@ class RaggedCosts(CostModel):
         """Attention of one layer: ``n_new`` tokens of one request after ``n_ctx`` others."""
         if not self._attention or n_new == 0:
             return 0.0
-        key = (n_new, n_ctx)
-        value = self._chunks.get(key)
-        if value is None:
-            op = Op(Kind.FORWARD, 0, 0, n_seqs=1, n_new=n_new, n_ctx=n_ctx)
-            value = self._chunks[key] = self._fused_attention_seconds(op)
-        return value
+        op = Op(Kind.FORWARD, 0, 0, n_seqs=1, n_new=n_new, n_ctx=n_ctx)
+        return self._fused_attention_seconds(op)
 
     def decode_attention_seconds(self, n_seqs: int, total_ctx: int) -> float:
         """Attention of one layer: one new token each after ``total_ctx`` cached ones in all.

@@ -1,9 +1,10 @@
-"""The generation loop: two decisions in hand, one fence between blocks, and a policy in one page."""
+"""The generation loop: two decisions in hand, a fence between blocks; a policy in one page."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_each_step_is_decided_once_before_it_is_emitted():
     assert [(g, s) for g, s, _, _ in policy.asked] == [(0, 0), (0, 1), (0, 2), (1, 0)]
     assert [n_ctx for _, _, n_ctx, _ in policy.asked] == [(0, 0), (10, 7), (11, 8), (0,)]
     decided = [s for s in policy.stepped if s[0] == 0]
-    for (*_, then), (*_, now, _) in zip(decided, decided[1:], strict=False):
+    for (*_, then), (*_, now, _) in pairwise(decided):
         assert then == now
     assert decided[-1][-1] is None
 

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from experiments import ablation, attribution, memory, policies, style, timeline
+from experiments import ablation, attribution, memory, policies, style, throughput, timeline
 from experiments.callback import Aggregate, draw_figure
 from experiments.load import load_sweep, run_config, write_results
 from experiments.progress import SweepProgress, count_runs
@@ -30,6 +30,12 @@ from sim.settings import build
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 STEPS = sorted(path.stem for path in (CONF / "step").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch):
+    """Few pixels: tests look at what is drawn, not at how sharp it is."""
+    monkeypatch.setattr(style, "DPI", 40)
 
 
 @lru_cache
@@ -179,7 +185,7 @@ class TestCallback:
         assert "figure ablation.loss was not drawn: ZeroDivisionError" in out
         assert "figure nothing.here was not drawn: ValueError: figures: 'nothing.here'" in out
         assert len(pd.read_csv(sweep / "results.csv")) == 8
-        assert (sweep / "throughput_both.png").stat().st_size > 10_000
+        assert (sweep / "throughput_both.png").stat().st_size > 1_000
 
     def test_counts_runs_as_the_sweeper_does(self):
         assert count_runs(["policy=a,b", "seed=1,2,3", "trace=none"]) == 6
@@ -230,14 +236,10 @@ FRAMES = {
 
 class TestFigures:
     @pytest.mark.parametrize("name", FRAMES)
-    @pytest.mark.parametrize("with_oom", [False, True])
-    def test_draws_without_warnings(self, name, with_oom, tmp_path):
-        results = FRAMES[name].copy()
-        if with_oom:
-            lost = results.index[0]
-            results["status"] = results["status"].mask(results.index == lost, "oom")
-            measured = ["prefill_tokens_per_s", "decode_tokens_per_s", "makespan_s"]
-            results.loc[lost, measured] = np.nan
+    def test_draws_a_sweep_with_a_gap_without_warnings(self, name, tmp_path):
+        results = FRAMES[name].copy()  # without gaps they are drawn in test_runs_when_shrunk
+        results["status"] = results["status"].mask(results.index == 0, "oom")
+        results.loc[0, ["prefill_tokens_per_s", "decode_tokens_per_s", "makespan_s"]] = np.nan
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             draw_figure(name, results, tmp_path, tmp_path / "figure.png")
@@ -249,6 +251,14 @@ class TestFigures:
         with pytest.raises(ValueError, match="nothing to draw"):
             draw_figure(name, results, tmp_path, tmp_path / "figure.png")
         assert not (tmp_path / "figure.png").exists()
+
+    def test_no_two_runs_share_a_bar_or_a_point(self, tmp_path, monkeypatch):
+        drawn = []
+        bars = throughput._bars
+        monkeypatch.setattr(throughput, "_bars", lambda *a: drawn.append(len(a[1])) or bars(*a))
+        results = frame(policy=BASELINES, prompt_len=[512, 1024], batch_size=[2, 4])
+        throughput.decode(results, tmp_path, tmp_path / "figure.png")
+        assert drawn == [12]
 
     def test_losses_are_relative_to_tightllm(self):
         results = frame(policy=VARIANTS)

@@ -1,0 +1,134 @@
+"""Drift: whether a stored profile still describes this machine.
+
+A handful of points a number is measured again; their total time is held against what the profile
+says. A number has drifted if the two differ by more than twice its stated residual and more than
+five per cent. What readers get wrong: a drift of pageable copies is often real and comes back; they
+depend on where the memory lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from calibrate.bench import Bench
+from calibrate.grid import CHECKS, Case, cases, ordered
+from calibrate.machine import machine
+from calibrate.measure import Runner
+from calibrate.predict import predicted_s
+from calibrate.presets import Preset
+from calibrate.quality import GROUPS_OF, LINK_FROM_BYTES
+from calibrate.record import Machine, Point
+from policies.spec.hardware import HardwareProfile
+
+MIN_TOLERANCE = 0.05
+_RESIDUALS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Drifted:
+    """One number: seconds that the profile predicts over seconds measured now, less one."""
+
+    field: str
+    n_points: int
+    error: float
+    tolerance: float
+    reason: str = ""  # why nothing could be measured
+
+    @property
+    def drifted(self) -> bool:
+        """Whether the number no longer fits."""
+        return abs(self.error) > self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class DriftReport:
+    """All numbers that were measured again."""
+
+    numbers: tuple[Drifted, ...]
+    warning: str
+
+    @property
+    def drifted(self) -> bool:
+        """Whether any number has drifted."""
+        return any(number.drifted for number in self.numbers)
+
+
+def drift(
+    hardware: HardwareProfile, bench: Bench, preset: Preset, seed: int, budget_s: float
+) -> DriftReport:
+    """Measure a handful of points on this machine and judge ``hardware`` by them."""
+    here = machine(bench)
+    runner = Runner(bench, preset)
+    start = monotonic()
+    try:
+        points = [
+            runner.point(case, here)
+            for case in ordered(tuple(handful(preset)), seed)
+            if monotonic() - start < budget_s
+        ]
+    finally:
+        runner.close()
+    return judge(hardware, points, here)
+
+
+def judge(hardware: HardwareProfile, points: Sequence[Point], here: Machine) -> DriftReport:
+    """Hold measured points against a profile."""
+    numbers = []
+    for field, groups in GROUPS_OF.items():
+        taken = [p for p in points if p.group in groups]
+        timed = [p for p in taken if p.seconds]
+        source = hardware.provenance.get(field)
+        residual = source.residual if source is not None else None
+        tolerance = max(MIN_TOLERANCE, _RESIDUALS * (residual or 0.0))
+        if timed:
+            said = sum(predicted_s(hardware, p.group, p.x) for p in timed)
+            error = said / sum(p.median_s for p in timed) - 1.0
+            numbers.append(Drifted(field, len(timed), error, tolerance))
+        elif taken:
+            numbers.append(Drifted(field, 0, 0.0, tolerance, taken[0].skipped))
+    devices = {p.device for p in hardware.provenance.values() if p.kind == "measured"}
+    other = devices - {here.device, ""}
+    warning = ""
+    if other:
+        warning = f"the profile was measured on {', '.join(sorted(other))}, this is {here.device}"
+    return DriftReport(tuple(numbers), warning)
+
+
+def handful(preset: Preset) -> Iterator[Case]:
+    """Two or three amounts of every number, with all shapes that its fit combines."""
+    groups: dict[str, list[Case]] = {}
+    for case in cases(preset):
+        if case.fit and case.group not in ("memory", "power", *CHECKS):
+            groups.setdefault(case.group, []).append(case)
+    for group, members in groups.items():
+        key = {"gemm": "rows", "attention_window": "queries"}.get(group)
+        key = key or ("keys" if "keys" in members[0].x else "nbytes")
+        if key not in members[0].x:
+            yield from members
+            continue
+        amounts = sorted({case.x[key] for case in members})
+        floor = LINK_FROM_BYTES.get(group, 0.0)
+        amounts = [a for a in amounts if a >= floor] or amounts[-1:]
+        chosen = {amounts[len(amounts) // 2], amounts[-1]}
+        chosen |= {amounts[0]} if group == "gemm" else set()
+        if group == "attention_window":  # one context is enough
+            middle = sorted({case.x["keys"] for case in members})
+            members = [c for c in members if c.x["keys"] == middle[len(middle) // 2]]
+        yield from (case for case in members if case.x[key] in chosen)
+
+
+def rows(report: DriftReport) -> list[tuple[str, ...]]:
+    """Header and rows of the drift table, as text."""
+    table: list[tuple[str, ...]] = [
+        ("number", "points", "profile / now - 1", "tolerance", "verdict")
+    ]
+    for n in report.numbers:
+        if n.reason:
+            table.append((n.field, "0", "-", f"{n.tolerance:.1%}", f"not measured: {n.reason}"))
+        else:
+            verdict = "drifted" if n.drifted else "fits"
+            line = (n.field, str(n.n_points), f"{n.error:+.1%}", f"{n.tolerance:.1%}", verdict)
+            table.append(line)
+    return table

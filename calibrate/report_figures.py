@@ -1,0 +1,73 @@
+"""Figures of a comparison: simulated against measured cells, and errors by kind of op."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from calibrate.report import Report
+
+_PINNED, _PAGEABLE = "#0072b2", "#d55e00"  # Okabe and Ito
+
+
+def draw_cells(report: Report, path: Path) -> None:
+    """Simulated against measured seconds of every cell, with a band of the worst tolerance."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 5), layout="constrained")
+    axes = figure.subplots()
+    for pageable, colour in ((False, _PINNED), (True, _PAGEABLE)):
+        for phase, marker in (("prefill", "s"), ("step", "o")):
+            cells = [
+                cell
+                for run in report.runs
+                if run.pageable is pageable
+                for cell in run.cells
+                if cell.name == phase
+            ]
+            if cells:
+                label = f"{phase}, {'pageable' if pageable else 'pinned'} host memory"
+                x, y = [c.real_s for c in cells], [c.sim_s for c in cells]
+                axes.plot(x, y, marker, ms=5, color=colour, mfc="none", label=label)
+    times = [t for run in report.runs for c in run.cells for t in (c.real_s, c.sim_s)]
+    ends = np.array([0.8 * min(times, default=1.0), 1.25 * max(times, default=1.0)])
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    allowed = max((v.tolerance.worst for v in report.verdicts), default=0.0)
+    axes.fill_between(ends, ends * (1 - allowed), ends * (1 + allowed), color="0.9", zorder=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("measured, s")
+    axes.set_ylabel("simulated, s")
+    axes.set_title(f"{report.profile}: prefill and mean decode step; band: {allowed:.0%}")
+    if times:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def draw_kinds(report: Report, path: Path) -> None:
+    """Spread of the errors of single ops, a box a kind; whiskers hold nine tenths of the ops."""
+    from matplotlib.figure import Figure
+
+    errors: dict[str, list[float]] = {}
+    for run in report.runs:
+        for key in run.comparison.keys:
+            if key.real_s > 0:
+                errors.setdefault(key.kind, []).append(100 * key.error)
+    figure = Figure(figsize=(7, 0.8 + 0.45 * max(2, len(errors))), layout="constrained")
+    axes = figure.subplots()
+    if errors:
+        axes.boxplot(
+            list(errors.values()),
+            orientation="horizontal",
+            tick_labels=list(errors),
+            whis=(5, 95),
+            showfliers=False,
+        )
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("error of an op's seconds, % (positive: simulator slow)")
+    axes.set_title(f"{report.profile}: ops by kind")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,219 @@
+"""Lanes: one thread issues the ops of each lane in program order.
+
+An op of a CUDA lane is issued as soon as what it waits for has been *issued*: its stream waits for
+the events, and the thread goes on. An op of a host lane (disk, CPU) runs on its thread, so who
+waits for one waits for its end. What readers get wrong: on the CPU twin every lane is a host lane;
+the same threads and the same waits run there, only nothing is asynchronous.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from policies.plan.link import LinkedOp
+from policies.plan.op import LANE_OF, Kind, Lane
+
+Run = Callable[[], object]
+
+_SWITCH_S = 50e-6  # of the interpreter: a lane must not wait 5 ms for another one's Python
+
+
+class Stopped(Exception):
+    """Another lane failed; this one ends without a word of its own."""
+
+
+class Progress:
+    """How many of a lane's ops have been issued (CUDA) or have ended (host)."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._count = 0
+        self._stop = stop
+        self._changed = threading.Condition()
+
+    def advance(self) -> None:
+        """One more op."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> None:
+        """Block until ``count`` ops are done; ``Stopped`` if the run failed."""
+        if self._count >= count:
+            return
+        with self._changed:
+            while self._count < count:
+                if self._stop.is_set():
+                    raise Stopped
+                self._changed.wait()
+
+    def wake(self) -> None:
+        """Let waiting lanes see that the run has stopped."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class Clock(Protocol):
+    """Marks the start and the end of ops, and orders lanes, on one kind of device."""
+
+    def bind(self, lane: Lane) -> None:
+        """Make the calling thread the one that issues for ``lane``."""
+        ...
+
+    def wait(self, lane: Lane, index: int) -> None:
+        """Make ``lane`` wait for the end of op ``index``, which was issued on a CUDA lane."""
+        ...
+
+    def start(self, lane: Lane, index: int) -> None:
+        """Op ``index`` starts here."""
+        ...
+
+    def end(self, lane: Lane, index: int) -> None:
+        """Op ``index`` ends here."""
+        ...
+
+    def drain(self) -> None:
+        """Wait, blocking, until the device is idle."""
+        ...
+
+    def is_async(self, lane: Lane) -> bool:
+        """Whether ops of ``lane`` are only issued by its thread."""
+        ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """One op, ready to run."""
+
+    index: int
+    run: Run
+    waits: list[tuple[Progress, int]] = field(default_factory=list)  # ops of a lane to see done
+    events: list[int] = field(default_factory=list)  # ops whose end the lane waits for
+    fence: bool = False
+
+
+class LaneRunner:
+    """Runs prepared ops on their lanes' threads.
+
+    ``runs[i]`` executes op ``linked[i]``. ``delay(lane)`` is called before every op of a lane;
+    tests sleep in it.
+    """
+
+    def __init__(
+        self,
+        linked: Sequence[LinkedOp],
+        runs: Sequence[Run],
+        clock: Clock,
+        delay: Callable[[Lane], None] | None = None,
+    ) -> None:
+        self._clock, self._delay = clock, delay
+        self._stop = threading.Event()
+        self._progress = {lane: Progress(self._stop) for lane in Lane}
+        self._failure: BaseException | None = None
+        self._steps: dict[Lane, list[_Step]] = {lane: [] for lane in Lane}
+        position: list[tuple[Lane, int]] = []  # lane and place in it of every op
+        for (index, op, deps), run in zip(linked, runs, strict=True):
+            lane = LANE_OF[op.kind]
+            step = _Step(index, run, fence=op.kind is Kind.FENCE)
+            for dep in deps:
+                of, place = position[dep]
+                step.waits.append((self._progress[of], place + 1))
+                if clock.is_async(of):
+                    step.events.append(dep)
+            position.append((lane, len(self._steps[lane])))
+            self._steps[lane].append(step)
+
+    def run(self) -> None:
+        """Run all ops; the first error of a lane is raised here."""
+        threads = [
+            threading.Thread(target=self._serve, args=(lane, steps), name=f"lane {lane}")
+            for lane, steps in self._steps.items()
+            if steps
+        ]
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
+        if self._failure is not None:
+            raise self._failure
+
+    def _serve(self, lane: Lane, steps: list[_Step]) -> None:
+        try:
+            with torch.inference_mode():
+                self._clock.bind(lane)
+                self._loop(lane, steps)
+        except Stopped:
+            pass
+        except BaseException as error:  # raised again by the caller's thread
+            if self._failure is None:
+                self._failure = error
+            self._stop.set()
+            for progress in self._progress.values():
+                progress.wake()
+
+    def _loop(self, lane: Lane, steps: list[_Step]) -> None:
+        clock, delay, advance = self._clock, self._delay, self._progress[lane].advance
+        for step in steps:
+            for progress, count in step.waits:
+                progress.wait(count)
+            for dep in step.events:
+                clock.wait(lane, dep)
+            if delay is not None:
+                delay(lane)
+            clock.start(lane, step.index)
+            if step.fence:
+                clock.drain()
+            step.run()
+            clock.end(lane, step.index)
+            advance()
+
+
+class HostClock:
+    """The CPU twin: every lane is a host lane, and time is the host's."""
+
+    def __init__(self, n_ops: int) -> None:
+        self._start_s = [0.0] * n_ops
+        self._end_s = [0.0] * n_ops
+        self._base_s = 0.0
+
+    def begin(self) -> None:
+        """Time zero is now."""
+        self._base_s = time.perf_counter()
+
+    def bind(self, lane: Lane) -> None:
+        """Nothing to bind."""
+
+    def wait(self, lane: Lane, index: int) -> None:
+        """Never called: no lane is asynchronous."""
+        raise AssertionError(f"clock: {lane} waits for an event of op {index} on the CPU twin")
+
+    def start(self, lane: Lane, index: int) -> None:  # noqa: ARG002
+        """Host time at the start."""
+        self._start_s[index] = time.perf_counter()
+
+    def end(self, lane: Lane, index: int) -> None:  # noqa: ARG002
+        """Host time at the end."""
+        self._end_s[index] = time.perf_counter()
+
+    def drain(self) -> None:
+        """Every earlier op has ended: the fence waited for it."""
+
+    def is_async(self, lane: Lane) -> bool:  # noqa: ARG002
+        """No lane is."""
+        return False
+
+    def times(self) -> list[tuple[float, float]]:
+        """Start and end of every op in seconds since ``begin``."""
+        base_s = self._base_s
+        return [(a - base_s, b - base_s) for a, b in zip(self._start_s, self._end_s, strict=True)]

@@ -1,0 +1,189 @@
+"""The decoder: OPT and Llama as one forward over weight and KV views that somebody else owns.
+
+Everything is token-major: hidden states are ``[tokens, sequences, d_model]``, and the KV of a batch
+in a layer is ``[tokens, sequences, 2, kv_heads, head_dim]``. So the GEMM that projects keys and
+values writes straight to the place behind the cached tokens, and no KV is ever moved on the GPU.
+What readers get wrong: K and V are one GEMM, Q is another. Merging all three would save a launch
+and cost a copy of every new key and value.
+
+Shapes: T tokens computed, S sequences, K keys, H heads, G KV heads, D head_dim, F ffn, d d_model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that torch's own documentation uses
+from torch import Tensor
+
+from policies.spec.model import ModelSpec
+from real.architecture import Numerics
+
+
+class Chunk(NamedTuple):
+    """Rows of a linear layer that lie together: ``y[:, start:stop] = x @ weight_t + bias``."""
+
+    weight_t: Tensor  # [in, out]
+    bias: Tensor | None  # [out]
+    start: int
+    stop: int
+
+
+Linear = tuple[Chunk, ...]
+
+
+class Norm(NamedTuple):
+    """Weights of a norm; a bias makes it LayerNorm."""
+
+    weight: Tensor  # [d]
+    bias: Tensor | None  # [d]
+
+
+class AttentionWeights(NamedTuple):
+    """Views of a layer's attention weights."""
+
+    norm: Norm
+    q: Linear
+    kv: Linear
+    out: Linear
+
+
+class MlpWeights(NamedTuple):
+    """Views of a layer's MLP weights; ``up`` is gate and up side by side where it is gated."""
+
+    norm: Norm
+    up: Linear
+    down: Linear
+
+
+class EdgeWeights(NamedTuple):
+    """Weights outside the layers, always on the GPU."""
+
+    embed: Tensor  # [vocab, d]
+    positions: Tensor | None  # [positions, d]
+    norm: Norm
+    head_t: Tensor  # [d, vocab]
+
+
+@dataclass(slots=True)
+class Rotation:
+    """Rotary cosines and sines of the tokens in hand, ``[T, 1 or S, 1, D / 2]``."""
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Buffers of one attention: all views, made before the run."""
+
+    hidden: Tensor  # [T * S, d]
+    q: Tensor  # [T * S, H * D]
+    kv: Tensor  # [T * S, 2 * G * D], behind the cached tokens
+    rotation: Rotation
+    attend: Callable[[], Tensor]  # -> [T * S, H * D]
+
+
+class Decoder:
+    """The forward of each scope; stateless but for constants."""
+
+    def __init__(self, model: ModelSpec, numerics: Numerics, edge: EdgeWeights) -> None:
+        self.model, self.edge = model, edge
+        self._eps = numerics.norm_eps
+
+    # ---- scopes ---------------------------------------------------------------------------
+
+    def project(self, w: AttentionWeights, c: AttentionCall) -> None:
+        """Norm and Q, K, V of the tokens in hand; keys and values land where they stay."""
+        x = self._norm(c.hidden, w.norm)  # [T * S, d]
+        _linear(x, w.q, c.q)
+        _linear(x, w.kv, c.kv)
+        if c.rotation.cos is not None and c.rotation.sin is not None:
+            spec, cos, sin = self.model, c.rotation.cos, c.rotation.sin
+            shape = (cos.shape[0], -1)
+            q = c.q.view(*shape, spec.n_heads, spec.head_dim)  # [T, S, H, D]
+            kv = c.kv.view(*shape, 2, spec.n_kv_heads, spec.head_dim)  # [T, S, 2, G, D]
+            _rotate(q, cos, sin)
+            _rotate(kv[:, :, 0], cos, sin)  # keys only
+
+    def output(self, w: AttentionWeights, hidden: Tensor, attended: Tensor) -> None:
+        """Output projection of ``attended [T * S, H * D]``, added to ``hidden [T * S, d]``."""
+        _linear_add(attended, w.out, hidden)
+
+    def attention(self, w: AttentionWeights, c: AttentionCall) -> None:
+        """Attention with its norm and residual."""
+        self.project(w, c)
+        self.output(w, c.hidden, c.attend())
+
+    def mlp(self, w: MlpWeights, hidden: Tensor, inner: Tensor) -> None:
+        """MLP of ``hidden [T * S, d]`` with its norm and residual; ``inner`` is workspace."""
+        x = self._norm(hidden, w.norm)  # [T * S, d]
+        _linear(x, w.up, inner)  # [T * S, F], or [T * S, 2 * F] where gated
+        if self.model.gated_ffn:
+            gate, up = inner[:, : self.model.d_ffn], inner[:, self.model.d_ffn :]  # [T * S, F]
+            F.silu(gate, inplace=True).mul_(up)
+        else:
+            gate = inner.relu_()  # [T * S, F]
+        _linear_add(gate, w.down, hidden)
+
+    def head(self, last: Tensor, logits: Tensor, tokens: Tensor) -> None:
+        """Greedy token of each sequence from the hidden state of its last token.
+
+        ``last [S, d]``, ``logits [S, vocab]`` (written), ``tokens [S]`` (written).
+        """
+        x = self._norm(last, self.edge.norm)  # [S, d]
+        torch.mm(x, self.edge.head_t, out=logits)
+        torch.argmax(logits, dim=-1, out=tokens)
+
+    def embed(self, ids: Tensor, positions: Tensor | None, hidden: Tensor) -> None:
+        """Embed ``ids [T * S]`` into ``hidden [T * S, d]``.
+
+        ``positions`` holds rows of the position table: ``[T, 1, d]``, or ``[T * S, d]`` where
+        sequences differ.
+        """
+        torch.index_select(self.edge.embed, 0, ids, out=hidden)
+        if positions is not None and positions.dim() == 3:
+            hidden = hidden.view(positions.shape[0], -1, hidden.shape[-1])  # [T, S, d]
+        if positions is not None:
+            hidden.add_(positions)
+
+    # ---- parts ----------------------------------------------------------------------------
+
+    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """LayerNorm or RMSNorm over the last axis; the result is new memory."""
+        shape = (x.shape[-1],)
+        if norm.bias is not None:
+            return F.layer_norm(x, shape, norm.weight, norm.bias, self._eps)
+        return F.rms_norm(x, shape, norm.weight, self._eps)
+
+
+def _linear(x: Tensor, layer: Linear, out: Tensor) -> None:
+    """``x [rows, in]`` through a linear layer into ``out [rows, out]``."""
+    for weight_t, bias, start, stop in layer:
+        y = out if len(layer) == 1 else out[:, start:stop]
+        if bias is None:
+            torch.mm(x, weight_t, out=y)
+        else:
+            torch.addmm(bias, x, weight_t, out=y)
+
+
+def _linear_add(x: Tensor, layer: Linear, out: Tensor) -> None:
+    """Add a linear layer of ``x [rows, in]`` to ``out [rows, out]`` in place."""
+    for weight_t, bias, start, stop in layer:
+        y = out if len(layer) == 1 else out[:, start:stop]
+        if bias is not None:
+            y.add_(bias)
+        y.addmm_(x, weight_t)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the two halves of each head of ``x [T, S, heads, D]`` in place."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]  # [T, S, heads, D / 2]
+    rotated = first * cos
+    rotated.addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(rotated)

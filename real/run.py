@@ -1,0 +1,285 @@
+"""One measured run: a request in, a trace and a flat record out.
+
+Times are read from the trace by the same functions that read simulated ones. What readers get
+wrong: setting up (pinning, weights, warm-up) and the policy's solver are not part of any time; they
+are reported beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from policies.cost.model import CostModel
+from policies.drive import Decision
+from policies.errors import OutOfMemory
+from policies.placement import Placement
+from policies.plan.link import link
+from policies.plan.memory import block_pools, check_run, run_pools
+from policies.plan.op import Lane, Tier
+from policies.spec.run_request import RunRequest
+from policies.spec.workload import Block
+from policies.trace.attribution import Category, attribute
+from policies.trace.metrics import TraceMetrics, metrics
+from policies.trace.span import Trace
+from real.architecture import DTYPES
+from real.backend import Arenas, Prompts, RealBackend, Setup
+from real.checkpoint import Random
+from real.machine import environment, peak_host_bytes
+
+_FIRST_ID = 4  # the ids below are special in most vocabularies
+
+
+class StepDecision(NamedTuple):
+    """One line of ``decisions.csv``."""
+
+    block: int
+    step: int
+    batch: int
+    n_ctx: int
+    n_recompute: int
+    slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What one execution of a request gave. ``trace`` is None where it did not fit."""
+
+    record: dict[str, object]
+    trace: Trace | None = None
+    decisions: tuple[StepDecision, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to run, apart from what the request says."""
+
+    device: torch.device
+    disk_dir: Path
+    repeat: int = 1
+    poison: bool = False
+    delay_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.repeat < 1:
+            raise ValueError(f"repeat: {self.repeat} must be >= 1")
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device: cuda is not available here; cpu runs the same plans")
+        if not self.disk_dir.is_dir():
+            raise ValueError(f"disk-dir: {self.disk_dir} is not a folder")
+
+
+def random_prompts(request: RunRequest) -> list[list[int]]:
+    """Prompts of a request: full-length, drawn from its seed in the job's order of sequences."""
+    draw = np.random.default_rng(request.seed)
+    low = min(_FIRST_ID, request.model.vocab - 1)
+    return [
+        draw.integers(low, request.model.vocab, batch.prompt_len).tolist()
+        for block in request.blocks
+        for batch in block.batches
+        for _ in range(batch.n_seqs)
+    ]
+
+
+def run_request(request: RunRequest, options: Options, arenas: Arenas) -> Iterator[RunResult]:
+    """Run a request ``options.repeat`` times; work that does not fit is one result that says so."""
+    blocks = request.policy.blocks(request.blocks)
+    base = _base(request, blocks, options)
+    placement = request.policy.place(request.model, request.machine, blocks)
+    costs = CostModel(request.model, request.machine, placement)
+    decided: list[tuple[int, int, Decision]] = []
+    dtype = DTYPES[request.dtype]
+    setup = Setup(
+        model=request.model,
+        placement=placement,
+        blocks=blocks,
+        dtype=dtype,
+        device=options.device,
+        source=Random(request.seed, dtype, options.device),
+        prompts=random_prompts(request),
+        gpu_bytes=cap_gpu(request, options.device),
+        disk_dir=options.disk_dir,
+        poison=options.poison,
+        delay_seed=options.delay_seed,
+    )
+    backend = RealBackend(setup, costs, arenas)
+    try:
+        check_run(request.model, request.machine, placement, request.policy.buffers, blocks)
+        if options.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(options.device)
+        backend.prepare(request.plan(costs, lambda g, s, d: decided.append((g, s, d))))
+        for repeat in range(options.repeat):
+            trace = backend.execute()
+            tokens = tuple(map(tuple, backend.tokens()))
+            record = base | {"status": "ok", "repeat": repeat}
+            record |= _times(trace, request, blocks) | _waits(request, costs, trace)
+            record |= _decision_columns(decided) | _memory(request, placement, blocks, backend)
+            record |= {"tokens_sha256": _checksum(tokens), **environment(options.device)}
+            yield RunResult(record, trace, tuple(_decisions(decided, blocks)), tokens)
+    except (OutOfMemory, torch.OutOfMemoryError) as error:
+        facts: dict[str, object] = {"oom_tier": "gpu"}
+        if isinstance(error, OutOfMemory):
+            facts = {
+                "oom_tier": error.tier,
+                "need_bytes": error.need_bytes,
+                "have_bytes": error.have_bytes,
+            }
+        yield RunResult(base | {"status": "oom", "reason": str(error), **facts})
+    finally:
+        backend.close()
+
+
+def cap_gpu(request: RunRequest, device: torch.device) -> int | None:
+    """Limit the allocator to the request's cap; the bytes that the run may use."""
+    cap = request.gpu_mem_cap_bytes
+    if device.type != "cuda":
+        return int(request.machine.usable_bytes("gpu"))
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(
+        1.0 if cap is None else min(1.0, cap / total), device
+    )
+    return cap
+
+
+# ---- the record -----------------------------------------------------------------------------
+
+
+def _base(request: RunRequest, blocks: Sequence[Block], options: Options) -> dict[str, object]:
+    return {
+        "policy": request.policy.name,
+        "model": request.model.name,
+        "n_layers": request.model.n_layers,
+        "hardware": request.hardware.name,
+        "workload": request.name,
+        "dtype": request.dtype,
+        "seed": request.seed,
+        "engine": "cuda" if options.device.type == "cuda" else "cpu-twin",
+        "n_requests": sum(block.n_seqs for block in blocks),
+        "prompt_len": max(b.prompt_len for block in blocks for b in block.batches),
+        "gen_len": max(block.max_new for block in blocks),
+        "steps_run": request.steps_run,
+        "batch_size": max(b.n_seqs for block in blocks for b in block.batches),
+        "n_batches": max(len(block.batches) for block in blocks),
+        "n_blocks": len(blocks),
+        "gpu_mem_cap_bytes": request.gpu_mem_cap_bytes,
+        "status": "failed",
+        "reason": "",
+    }
+
+
+def _times(trace: Trace, request: RunRequest, blocks: Sequence[Block]) -> dict[str, object]:
+    """Times and rates, from the trace; tokens of prompts without padding."""
+    measured = metrics(trace)
+    prompt_tokens = sum(b.n_seqs * b.prompt_len for block in request.blocks for b in block.batches)
+    decoded = sum(
+        block.n_seqs * len(steps) for block, steps in zip(blocks, measured.step_s, strict=True)
+    )
+    seconds = sum(sum(steps) for steps in measured.step_s)
+    decodes = [sum(steps) / len(steps) for steps in measured.step_s if steps]
+    lane_s = {lane: share * measured.makespan_s for lane, share in measured.busy.items()}
+    bound_s = max(lane_s.values())
+    return {
+        "prefill_s": measured.prefill_s,
+        "step_s": [list(steps) for steps in measured.step_s],
+        "decode_s": measured.decode_s,
+        "makespan_s": measured.makespan_s,
+        "prefill_tokens_per_s": prompt_tokens / measured.prefill_s,
+        "decode_tokens_per_s": decoded / seconds if decoded else None,
+        "ttft_s": fmean(measured.ttft_s),
+        "tpot_s": fmean(decodes) if decodes else None,
+        "gpu_busy": measured.busy[Lane.COMPUTE],
+        "h2d_busy": measured.busy[Lane.H2D],
+        "d2h_busy": measured.busy[Lane.D2H],
+        "disk_busy": measured.busy[Lane.DISK],
+        "cpu_busy": measured.busy[Lane.CPU],
+        "lower_bound_s": bound_s,
+        "bound_ratio": measured.makespan_s / bound_s,
+        **_decode_bound(trace, measured),
+    }
+
+
+def _decode_bound(trace: Trace, measured: TraceMetrics) -> dict[str, object]:
+    """The decode steps alone, of the first block: their time over the busiest lane's share of it.
+
+    Lane totals count the part of each span between the end of prefill and the end of the last
+    decode step.
+    """
+    low = measured.ttft_s[0]
+    high = low + sum(measured.step_s[0])
+    if high == low:
+        return {"decode_bound_ratio": None, "decode_bound_lane": None}
+    totals = dict.fromkeys(Lane, 0.0)
+    for span in trace.spans:
+        inside_s = min(span.end_s, high) - max(span.start_s, low)
+        totals[span.lane] += max(inside_s, 0.0)
+    lane = max(totals, key=lambda key: totals[key])
+    return {"decode_bound_ratio": (high - low) / totals[lane], "decode_bound_lane": lane.value}
+
+
+def _waits(request: RunRequest, costs: CostModel, trace: Trace) -> dict[str, object]:
+    """Critical-path shares; what no op explains is ``wait_idle``."""
+    deps = [item.deps for item in link(request.plan(costs))]
+    shares = attribute(trace.spans, deps).shares
+    named = {f"wait_{category.value}": share for category, share in shares.items()}
+    return {**named, "bottleneck": max(Category, key=lambda c: shares.get(c, 0.0)).value}
+
+
+def _decision_columns(decided: Sequence[tuple[int, int, Decision]]) -> dict[str, object]:
+    recompute = [n for _, step, d in decided if step for n in d.n_recompute]
+    return {
+        "n_recompute_mean": fmean(recompute) if recompute else None,
+        "solver": " ".join(sorted({d.solver for _, _, d in decided if d.solver})),
+        "solve_s": sum(d.solve_s for _, _, d in decided),
+    }
+
+
+def _memory(
+    request: RunRequest, placement: Placement, blocks: Sequence[Block], backend: RealBackend
+) -> dict[str, object]:
+    """Planned by the policy's pools, planned by the engine's buffers, and really held."""
+    model, buffers = request.model, request.policy.buffers
+    whole = run_pools(model, placement, buffers)
+    columns: dict[str, object] = {}
+    for tier in Tier:
+        most = max(
+            sum(p.nbytes for p in block_pools(model, placement, buffers, b) if p.tier is tier)
+            for b in blocks
+        )
+        columns[f"plan_{tier.value}_bytes"] = most + sum(p.nbytes for p in whole if p.tier is tier)
+        engine = sum(need.nbytes for need in backend.wanted if need.tier is tier)
+        columns[f"engine_{tier.value}_bytes"] = engine
+    if backend.setup.device.type == "cuda":
+        columns["peak_gpu_bytes"] = torch.cuda.max_memory_allocated(backend.setup.device)
+        columns["reserved_gpu_bytes"] = torch.cuda.max_memory_reserved(backend.setup.device)
+    return {
+        **columns,
+        "peak_host_bytes": peak_host_bytes(),
+        "pinned_booked_bytes": backend.arenas.pinned.booked_bytes,
+        "pinned_locked_bytes": backend.arenas.pinned.locked_bytes,
+        "memory": [[need.tier.value, need.name, need.nbytes] for need in backend.wanted],
+        "direct_io": backend.direct_io,
+        "pin_s": backend.pin_s,
+        "build_s": backend.build_s,
+    }
+
+
+def _decisions(
+    decided: Sequence[tuple[int, int, Decision]], blocks: Sequence[Block]
+) -> Iterator[StepDecision]:
+    for g, step, decision in decided:
+        for b, batch in enumerate(blocks[g].batches):
+            n_ctx = batch.prompt_len + step - 1 if step else 0
+            yield StepDecision(g, step, b, n_ctx, decision.n_recompute[b], decision.slices[b])
+
+
+def _checksum(tokens: Prompts) -> str:
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()

@@ -1,0 +1,110 @@
+"""CUDA streams and events: one stream a lane, two timing events an op, all made before the run.
+
+Host lanes have no stream: their times are the host's, aligned with the device at one instant when
+both are idle. What readers get wrong: CUDA reports the time between two events as a float32 of
+milliseconds, which over minutes is coarser than an op; so times are summed over short hops from one
+op of a lane to a later one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from policies.plan.link import LinkedOp
+from policies.plan.op import LANE_OF, Lane
+
+CUDA_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
+_HOP_S = 1.0
+
+
+class CudaClock:
+    """Streams of the CUDA lanes and the events of all their ops."""
+
+    def __init__(self, linked: Sequence[LinkedOp], device: torch.device) -> None:
+        self._device = device
+        self._lane = [LANE_OF[item.op.kind] for item in linked]
+        self.streams = {lane: torch.cuda.Stream(device) for lane in CUDA_LANES}
+        self._starts: list[torch.cuda.Event | None] = []
+        self._ends: list[torch.cuda.Event | None] = []
+        for lane in self._lane:
+            for events in (self._starts, self._ends):
+                events.append(_event(self.streams[lane]) if lane in CUDA_LANES else None)
+        self._host_s = [[0.0, 0.0] for _ in linked]
+        self._base = _event(self.streams[Lane.COMPUTE])
+        self._base_s = 0.0
+
+    def begin(self) -> None:
+        """Time zero is now, on an idle device."""
+        torch.cuda.synchronize(self._device)
+        self._base.record(self.streams[Lane.COMPUTE])
+        self._base.synchronize()
+        self._base_s = time.perf_counter()
+
+    def bind(self, lane: Lane) -> None:
+        """Make the lane's stream the calling thread's current one."""
+        torch.cuda.set_device(self._device)
+        if lane in CUDA_LANES:
+            torch.cuda.set_stream(self.streams[lane])
+
+    def wait(self, lane: Lane, index: int) -> None:
+        """A stream waits for the event; the thread of a host lane waits itself."""
+        event = self._ends[index]
+        if event is None:
+            raise AssertionError(f"clock: op {index} has no event")
+        if lane in CUDA_LANES:
+            self.streams[lane].wait_event(event)
+        else:
+            event.synchronize()
+
+    def start(self, lane: Lane, index: int) -> None:
+        """Record the start event, or the host's time."""
+        event = self._starts[index]
+        if event is None:
+            self._host_s[index][0] = time.perf_counter()
+        else:
+            event.record(self.streams[lane])
+
+    def end(self, lane: Lane, index: int) -> None:
+        """Record the end event, or the host's time."""
+        event = self._ends[index]
+        if event is None:
+            self._host_s[index][1] = time.perf_counter()
+        else:
+            event.record(self.streams[lane])
+
+    def drain(self) -> None:
+        """A device-wide synchronisation."""
+        torch.cuda.synchronize(self._device)
+
+    def is_async(self, lane: Lane) -> bool:
+        """CUDA lanes are."""
+        return lane in CUDA_LANES
+
+    def times(self) -> list[tuple[float, float]]:
+        """Start and end of every op in seconds since ``begin``."""
+        torch.cuda.synchronize(self._device)
+        origin = dict.fromkeys(CUDA_LANES, (self._base, 0.0))
+        out: list[tuple[float, float]] = []
+        for index, lane in enumerate(self._lane):
+            start, end = self._starts[index], self._ends[index]
+            if start is None or end is None:
+                first_s, last_s = self._host_s[index]
+                out.append((first_s - self._base_s, last_s - self._base_s))
+                continue
+            event, at_s = origin[lane]
+            start_s = at_s + 1e-3 * event.elapsed_time(start)
+            end_s = start_s + 1e-3 * start.elapsed_time(end)
+            if start_s - at_s > _HOP_S:
+                origin[lane] = (start, start_s)
+            out.append((start_s, end_s))
+        return out
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """A timing event that exists already: torch makes one when it is first recorded."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

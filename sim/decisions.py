@@ -1,0 +1,86 @@
+"""The decisions of a run: every step's, kept as runs of equal ones.
+
+A policy decides step by step but changes its mind rarely, so a log of hundreds of thousands of
+steps holds a few entries. What readers get wrong: nothing is sampled; iterating gives a row for
+every step and batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from policies.drive import Decision
+from policies.spec.workload import Block
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecision:
+    """One line of ``decisions.csv``."""
+
+    block: int
+    step: int
+    batch: int
+    n_ctx: int
+    n_recompute: int
+    slices: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """Equal decisions of consecutive steps of one block."""
+
+    block: int
+    first: int
+    stop: int
+    n_recompute: tuple[int, ...]
+    slices: tuple[int, ...]
+
+
+class DecisionLog(Collection[StepDecision]):
+    """Decisions over ``blocks``, in order; ``observe`` is what ``policies.drive.drive`` calls."""
+
+    def __init__(self, blocks: Sequence[Block] = ()) -> None:
+        self._blocks = blocks
+        self._runs: list[_Run] = []
+        self.solvers: set[str] = set()
+        self.solve_s = 0.0
+
+    def observe(self, block: int, step: int, decision: Decision) -> None:
+        """Append the decision of the next step."""
+        self.solve_s += decision.solve_s
+        if decision.solver:
+            self.solvers.add(decision.solver)
+        n_recompute, slices = decision.n_recompute, decision.slices
+        if self._runs and step:
+            last = self._runs[-1]
+            same = last.n_recompute == n_recompute and last.slices == slices
+            if same and (last.block, last.stop) == (block, step):
+                last.stop += 1
+                return
+        self._runs.append(_Run(block, step, step + 1, n_recompute, slices))
+
+    @property
+    def n_recompute_mean(self) -> float | None:
+        """Recomputed tokens per decode step and batch; None where nothing is decoded."""
+        total = count = 0
+        for run in self._runs:
+            steps = run.stop - max(run.first, 1)  # step 0 is prefill
+            total += steps * sum(run.n_recompute)
+            count += steps * len(run.n_recompute)
+        return total / count if count else None
+
+    def __len__(self) -> int:
+        return sum((run.stop - run.first) * len(run.slices) for run in self._runs)
+
+    def __iter__(self) -> Iterator[StepDecision]:
+        for run in self._runs:
+            batches = self._blocks[run.block].batches
+            rows = list(zip(batches, run.n_recompute, run.slices, strict=True))
+            for step in range(run.first, run.stop):
+                for b, (batch, n_recompute, slices) in enumerate(rows):
+                    n_ctx = batch.prompt_len + step - 1 if step else 0
+                    yield StepDecision(run.block, step, b, n_ctx, n_recompute, slices)
+
+    def __contains__(self, decision: object) -> bool:
+        return any(row == decision for row in self)

@@ -1,0 +1,126 @@
+"""The two executors of a job, block by block: SimPy, the reference, and the compiled one.
+
+Both give the same ``BlockTimes``, and ``engine=auto`` takes the compiled one unless a policy's
+steps cannot be turned into arrays. What readers get wrong: the choice is one of speed only. Times
+are equal to 1e-9 relative, decisions and bytes exactly (law L13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+
+from policies.cost.model import CostModel
+from policies.drive import Decision, Observer, Policy, StepContext, drive
+from policies.plan.op import Lane, Op
+from policies.spec.workload import Block
+from policies.trace.attribution import Category, attribute
+from policies.trace.metrics import lane_totals_s, metrics
+from policies.trace.span import Span
+from sim.engine import SimBackend
+
+ENGINES = ("auto", "simpy", "fast")
+EVERY_STEP = 2**62
+
+StepsToKeep = Callable[[int], int]
+"""Leading steps of a block whose spans are wanted, from the block's number of ops."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTimes:
+    """One block, in seconds since its start; ``lane_s`` are uncontended sums, ``waits_s`` the
+    critical path by category.
+    """
+
+    n_ops: int
+    makespan_s: float
+    prefill_s: float
+    decode_s: float
+    lane_s: dict[Lane, float]
+    busy_s: dict[Lane, float]
+    waits_s: dict[Category, float]
+    spans: tuple[Span, ...]
+
+
+def simpy_blocks(
+    policy: Policy,
+    blocks: Sequence[Block],
+    plant: CostModel,
+    belief: CostModel,
+    observe: Observer,
+    keep: StepsToKeep,
+) -> Iterator[BlockTimes]:
+    """Blocks by the reference, op by op."""
+    backend = SimBackend(plant, plant.hardware.duplex)
+    for _, group in groupby(drive(policy, blocks, belief, observe), key=lambda op: op.block):
+        ops = list(group)
+        trace = backend.run(ops)
+        measured = metrics(trace)
+        makespan_s = measured.makespan_s
+        waits = attribute(trace.spans, [item.deps for item in backend.linked])
+        n_steps = keep(len(ops))
+        yield BlockTimes(
+            len(ops),
+            makespan_s,
+            measured.prefill_s,
+            measured.decode_s,
+            lane_totals_s(plant, ops),
+            {lane: share * makespan_s for lane, share in measured.busy.items()},
+            {category: share * makespan_s for category, share in waits.shares.items()},
+            _kept(trace.spans, ops, n_steps),
+        )
+
+
+def _kept(spans: Iterable[Span], ops: Sequence[Op], n_steps: int) -> tuple[Span, ...]:
+    """Spans of the ops that work for the first ``n_steps`` steps."""
+    return tuple(span for span, op in zip(spans, ops, strict=True) if op.step < n_steps)
+
+
+class _Steps:
+    """A policy that decides as ever and emits nothing: its steps are kept instead."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.name, self.buffers = policy.name, policy.buffers
+        self.blocks, self.place, self.decide = policy.blocks, policy.place, policy.decide
+        self.taken: list[tuple[StepContext, Decision, Decision | None]] = []
+
+    def step(self, ctx: StepContext, now: Decision, then: Decision | None) -> Iterator[Op]:
+        """Keep the step."""
+        self.taken.append((ctx, now, then))
+        return iter(())
+
+
+def fast_blocks(
+    policy: Policy,
+    blocks: Sequence[Block],
+    plant: CostModel,
+    belief: CostModel,
+    observe: Observer,
+    keep: StepsToKeep,
+) -> Iterator[BlockTimes]:
+    """Blocks by the compiled executor; ``UntraceableError`` where a policy cannot be traced."""
+    # Here, not above: loading the compiler takes half a second that a SimPy run does not need.
+    from sim.fast import run_program
+    from sim.program import Programs
+
+    steps = _Steps(policy)
+    programs = Programs(policy, plant.model, plant.placement, plant)
+    for fence in drive(steps, blocks, belief, observe):
+        program = programs.of_block(steps.taken, fence)
+        steps.taken = []
+        n_steps = keep(program.n_ops)
+        n_recorded = program.n_ops_before(n_steps)
+        run = run_program(program.arrays, program.n_steps, plant.hardware.duplex, n_recorded)
+        ops = list(islice(program.ops(), n_recorded))
+        yield BlockTimes(
+            program.n_ops,
+            run.makespan_s,
+            run.prefill_end_s,
+            run.makespan_s - run.prefill_end_s,
+            dict(zip(Lane, program.lane_s.tolist(), strict=True)),
+            run.busy_s,
+            run.charged_s,
+            _kept(run.spans(ops, plant), ops, n_steps),
+        )

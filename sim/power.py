@@ -1,0 +1,121 @@
+"""Power: idle plus activity, with constants that are calibrated inputs.
+
+    P = base + (TDP - base) * min(1, a_busy * u_busy + a_flops * u_flops + a_copy * u_copy)
+
+``u_busy`` and ``u_copy`` are shares of time in which the GPU computes and copies, ``u_flops`` is
+the share of its best FLOP rate that it reaches; base is idle with a CUDA context. What readers get
+wrong: no constant here is derived. Decode keeps a GPU busy at a few per cent of its FLOP rate and
+draws 20 to 40 % of the TDP, a full prefill nearly all of it (papers.md 6.7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.spec.curve import Curve, Grid
+from policies.spec.hardware import HardwareProfile
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PowerModel:
+    """Constants of one group of GPUs; activities are shares of the dynamic range."""
+
+    idle_watts: float
+    tdp_watts: float
+    best_flops_per_s: float
+    context_watts: float = 0.0
+    busy_activity: float = 0.3
+    flops_activity: float = 0.7
+    copy_activity: float = 0.05
+    window_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.idle_watts + self.context_watts <= self.tdp_watts:
+            raise ValueError(
+                f"power: idle {self.idle_watts} W and context {self.context_watts} W must be "
+                f"within the TDP of {self.tdp_watts} W"
+            )
+        if not self.best_flops_per_s > 0:
+            raise ValueError(f"power: best_flops_per_s {self.best_flops_per_s} must be > 0")
+        for name in ("busy_activity", "flops_activity", "copy_activity"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"power.{name}: {getattr(self, name)} must be in [0, 1]")
+        if not self.window_s > 0:
+            raise ValueError(f"power.window_s: {self.window_s} must be > 0")
+
+    @property
+    def base_watts(self) -> float:
+        """Without activity."""
+        return self.idle_watts + self.context_watts
+
+    def watts(self, busy: float, flops: float, copy: float) -> float:
+        """Mean power over a time with these shares."""
+        activity = (
+            self.busy_activity * busy + self.flops_activity * flops + self.copy_activity * copy
+        )
+        return self.base_watts + (self.tdp_watts - self.base_watts) * min(1.0, activity)
+
+    def over(
+        self, start_s: Seconds, busy_s: Seconds, flops_s: Seconds, copy_s: Seconds, end_s: float
+    ) -> tuple[float, float]:
+        """Mean and maximum watts over windows of ``window_s``; arrays of shape (iterations,).
+
+        ``flops_s`` is the time that an iteration's FLOPs would take at the best rate. An iteration
+        counts in the window in which it starts; none is longer than a few windows.
+        """
+        n = max(1, int(np.ceil(end_s / self.window_s)))
+        at = np.minimum((start_s / self.window_s).astype(np.int64), n - 1)
+        widths = np.full(n, self.window_s)
+        widths[-1] = max(end_s - (n - 1) * self.window_s, 1e-9)
+
+        def share(seconds: Seconds) -> Seconds:
+            return np.minimum(1.0, np.bincount(at, seconds, n) / widths)
+
+        watts = [
+            self.watts(busy, flops, copy)
+            for busy, flops, copy in zip(
+                share(busy_s).tolist(), share(flops_s).tolist(), share(copy_s).tolist(), strict=True
+            )
+        ]
+        return float(np.average(watts, weights=widths)), max(watts)
+
+
+def capped(hardware: HardwareProfile, power: PowerModel, cap_watts: float) -> HardwareProfile:
+    """The machine under a power cap: what-if, its best compute rates lowered until it fits.
+
+    A GPU that is busy and reaches the share s of its best FLOP rate draws
+    ``base + (TDP - base) * (a_busy + a_flops * s)``; s is set so that this is the cap. Rates that
+    memory limits stay as they are up to that level, and so do links.
+    """
+    dynamic = power.tdp_watts - power.base_watts
+    least = power.base_watts + dynamic * power.busy_activity
+    if not least < cap_watts <= power.tdp_watts:
+        raise ValueError(
+            f"cap_watts: {cap_watts} must be in ({least:.0f}, {power.tdp_watts:.0f}]: a busy GPU "
+            "draws the lower one without any arithmetic"
+        )
+    scale = 1.0
+    if power.flops_activity:
+        over_busy = (cap_watts - power.base_watts) / dynamic - power.busy_activity
+        scale = min(1.0, over_busy / power.flops_activity)
+
+    def lowered(curve: Curve) -> Curve:
+        return Curve(curve.x, tuple(min(y, scale * max(curve.y)) for y in curve.y))
+
+    window = hardware.attention_window
+    most = scale * max(max(row) for row in window.z)
+    return replace(
+        hardware,
+        name=f"{hardware.name}@{cap_watts:.0f}W",
+        gemm=lowered(hardware.gemm),
+        attention_prefill=lowered(hardware.attention_prefill),
+        attention_window=Grid(
+            window.x, window.y, tuple(tuple(min(z, most) for z in row) for row in window.z)
+        ),
+        tdp_watts=cap_watts,
+    )

@@ -1,0 +1,346 @@
+"""Templates: the ops of a step as arrays, for every step whose numbers answer alike.
+
+A template is made from one real step and holds wherever its guards do; amounts are affine forms of
+a step's variables, priced by the cost model op by op. What readers get wrong: arrays are no second
+definition of a schedule. They are what the policy's own ``step`` emitted, with its layers repeated,
+and a test holds each of them to the op-by-op plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.drive import Policy
+from policies.plan.op import LANE_OF, Attention, Kind, Lane, Op, Scope, Slot
+from policies.trace.attribution import CATEGORY_OF, Category
+from policies.trace.metrics import PREFILL_KINDS
+from sim.cut import Cutter
+from sim.kernel import FENCE, FORWARD, N_LANES, PREFILL, Bytes, Floats, Ints, Longs
+from sim.stretch import Stretched, stretch, unstretched
+from sim.symbol import Affine, Guard
+from sim.tracing import AMOUNTS, Step, Traced, What, trace
+
+_LANES = list(Lane)
+_CATEGORIES = list(Category)
+
+
+class Families:
+    """Slots as integers: a family has one for each layer, or one."""
+
+    def __init__(self, n_layers: int) -> None:
+        self.stride = n_layers + 1
+        self._first: dict[tuple[Slot, bool], int] = {}
+
+    def number(self, family: tuple[Slot, bool]) -> int:
+        """Integer of a family's slot of layer 0."""
+        return self._first.setdefault(family, len(self._first) * self.stride)
+
+    @property
+    def n_slots(self) -> int:
+        """Integers given out so far."""
+        return len(self._first) * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """Conditions on variables x: how ``x @ coefficients + constant`` compares with 0.
+
+    The last ``len(modulus)`` of them are remainders and must be 0.
+    """
+
+    coefficients: Floats  # (n_variables, n_guards)
+    constant: Floats  # (n_guards,)
+    below: NDArray[np.bool_]  # < 0 holds
+    zero: NDArray[np.bool_]  # == 0 holds
+    above: NDArray[np.bool_]  # > 0 holds
+    modulus: Floats
+
+    def satisfied(self, x: Floats) -> NDArray[np.bool_]:
+        """Which rows of x, of shape (n, n_variables), meet all conditions."""
+        y = x @ self.coefficients + self.constant
+        y[:, len(self.below) - len(self.modulus) :] %= self.modulus
+        met = ((y < 0) & self.below) | ((y == 0) & self.zero) | ((y > 0) & self.above)
+        return np.asarray(met.all(axis=1))
+
+
+class Amount(NamedTuple):
+    """Ops of a template that cost the same: a sample of them, and how many there are."""
+
+    sample: Op  # of the whole model; its numbers stand in the template's forms
+    share: tuple[object, ...]  # ops of other templates with this and the same numbers cost as much
+    uses: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """Ops of a step; arrays over ops as ``sim.kernel.Program`` has them.
+
+    ``forms`` give the numbers of amount a from variables x: ``x @ forms[:, a] + constants[a]``, in
+    the order of ``sim.tracing.AMOUNTS``.
+    """
+
+    guards: Guards
+    amounts: tuple[Amount, ...]
+    forms: Floats  # (n_variables, n_amounts * len(AMOUNTS))
+    constants: Floats  # (n_amounts * len(AMOUNTS),)
+    lane_ops: Longs  # (N_LANES,)
+    lane: Bytes
+    category: Bytes
+    flags: Bytes
+    ahead: NDArray[np.int8]
+    amount: Ints
+    first_read: Longs
+    read: Ints
+    first_write: Longs
+    write: Ints
+    layer: Ints
+    batch: Ints
+
+    @property
+    def n_ops(self) -> int:
+        """Ops in one step."""
+        return len(self.lane)
+
+
+class TemplateMaker:
+    """Makes templates for one policy, model and placement."""
+
+    def __init__(self, policy: Policy, cutter: Cutter, families: Families) -> None:
+        self._policy, self._cutter, self._families = policy, cutter, families
+        buffers = policy.buffers
+        turns = (buffers.weight_slots, buffers.kv_in_slots, buffers.kv_out_slots)
+        self._period = lcm(*(max(1, n) for n in turns))
+
+    def make(self, step: Step, n_variables: int) -> Template:
+        """The template of a step; ``UntraceableError`` if the policy cannot be traced."""
+        classes = np.array(self._cutter.classes)
+        found = self._short(step)
+        if found is not None:
+            plan = expand(found[0])
+            if (classes[plan.layers[:, 0]] == plan.layer_class).all():
+                return _assemble(plan, found[1], n_variables, self._cutter, self._families)
+        whole, guards = self._whole(step)
+        return _assemble(expand(whole), guards, n_variables, self._cutter, self._families)
+
+    def _short(self, step: Step) -> tuple[Stretched, Iterable[Guard]] | None:
+        """From a cut model; None if it is too short to cut or does not repeat."""
+        while (n := self._cutter.short(self._period)) is not None:
+            short = trace(self._policy, self._cutter.cut(n), step)
+            period = lcm(self._period, *short.moduli)
+            if period != self._period:
+                self._period = period
+                continue
+            long = trace(self._policy, self._cutter.cut(n + period), step)
+            if short.guards != long.guards:
+                return None
+            repeats = (self._cutter.longest - n) // period
+            stretched = stretch(short.refs, long.refs, period, repeats)
+            return None if stretched is None else (stretched, short.guards)
+        return None
+
+    def _whole(self, step: Step) -> tuple[Stretched, Iterable[Guard]]:
+        traced: Traced = trace(self._policy, self._cutter.cut(self._cutter.longest), step)
+        return unstretched(traced.refs), traced.guards
+
+
+class Plan(NamedTuple):
+    """Ops of the whole model: which distinct ``What`` each is, and its layers, padded with 0."""
+
+    whats: list[What]
+    what: Longs  # (n_ops,)
+    layers: Longs  # (n_ops, columns), the op's own first
+
+    @property
+    def layer_class(self) -> Longs:
+        """Class of layer that each op was traced in."""
+        return np.array([what.layer_class for what in self.whats])[self.what]
+
+
+def expand(stretched: Stretched) -> Plan:
+    """All ops of a stretched step."""
+    numbers: dict[What, int] = {}
+    pieces = (stretched.before, stretched.unit, stretched.after)
+    columns = max((len(placed.ref.layers) for piece in pieces for placed in piece), default=1)
+    shifts = (
+        np.zeros(1, np.int64),
+        np.arange(stretched.repeats) * stretched.period,
+        np.full(1, stretched.repeats * stretched.period),
+    )
+    what, layers = [], []
+    for piece, shift in zip(pieces, shifts, strict=True):
+        ids = [numbers.setdefault(placed.ref.what, len(numbers)) for placed in piece]
+        at = _padded([placed.ref.layers for placed in piece], columns)
+        moves = _padded([placed.moves for placed in piece], columns)
+        what.append(np.tile(np.array(ids, np.int64), len(shift)))
+        layers.append((at + moves * shift[:, None, None]).reshape(-1, columns))
+    return Plan(list(numbers), np.concatenate(what), np.concatenate(layers))
+
+
+def _padded(rows: Sequence[Sequence[int]], columns: int, fill: int = 0) -> Longs:
+    out = np.full((len(rows), columns), fill, np.int64)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+def _assemble(
+    plan: Plan, guards: Iterable[Guard], n_variables: int, cutter: Cutter, families: Families
+) -> Template:
+    whats, ids = plan.whats, plan.what
+    amounts, amount_of = _amounts(whats)
+    forms = [form for what in amounts for form in what.amounts]
+    lanes = np.array([_LANES.index(LANE_OF[what.kind]) for what in whats], np.uint8)[ids]
+    first_read, read = _slots(plan, [what.reads for what in whats], [1] * len(whats), families)
+    skip = [1 + sum(layered for _, layered in what.reads) for what in whats]
+    first_write, write = _slots(plan, [what.writes for what in whats], skip, families)
+    categories = [_CATEGORIES.index(CATEGORY_OF[what.kind]) for what in whats]
+    counts = np.bincount(amount_of[ids], minlength=len(amounts)).tolist()
+    return Template(
+        guards=_guards(list(guards), n_variables),
+        amounts=tuple(
+            _amount(what, uses, cutter) for what, uses in zip(amounts, counts, strict=True)
+        ),
+        forms=_matrix(forms, n_variables),
+        constants=np.array([form.const for form in forms], np.float64),
+        lane_ops=np.bincount(lanes, minlength=N_LANES).astype(np.int64),
+        lane=lanes,
+        category=np.array(categories, np.uint8)[ids],
+        flags=np.array([_flags(what.kind) for what in whats], np.uint8)[ids],
+        ahead=np.array([what.ahead for what in whats], np.int8)[ids],
+        amount=amount_of[ids].astype(np.int32),
+        first_read=first_read,
+        read=read,
+        first_write=first_write,
+        write=write,
+        layer=plan.layers[:, 0].astype(np.int32),
+        batch=np.array([what.batch for what in whats], np.int32)[ids],
+    )
+
+
+def plain_template(ops: Sequence[Op], families: Families, n_variables: int) -> Template:
+    """Ops as they are, an amount each: whatever no policy's step emitted."""
+    n = len(ops)
+    lane = np.array([_LANES.index(LANE_OF[op.kind]) for op in ops], np.uint8)
+    forms = [Affine((), getattr(op, name)) for op in ops for name in AMOUNTS]
+    first_read, read = _plain_slots([op.reads for op in ops], families)
+    first_write, write = _plain_slots([op.writes for op in ops], families)
+    return Template(
+        guards=_guards((), n_variables),
+        amounts=tuple(Amount(op, (op.kind,), 1) for op in ops),
+        forms=_matrix(forms, n_variables),
+        constants=np.array([form.const for form in forms], np.float64),
+        lane_ops=np.bincount(lane, minlength=N_LANES).astype(np.int64),
+        lane=lane,
+        category=np.array([_CATEGORIES.index(CATEGORY_OF[op.kind]) for op in ops], np.uint8),
+        flags=np.array([_flags(op.kind) for op in ops], np.uint8),
+        ahead=np.zeros(n, np.int8),
+        amount=np.arange(n, dtype=np.int32),
+        first_read=first_read,
+        read=read,
+        first_write=first_write,
+        write=write,
+        layer=np.array([op.layer for op in ops], np.int32),
+        batch=np.array([op.batch for op in ops], np.int32),
+    )
+
+
+def _plain_slots(rows: Sequence[tuple[Slot, ...]], families: Families) -> tuple[Longs, Ints]:
+    first = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
+    numbers = [families.number((slot, False)) for row in rows for slot in row]
+    return first, np.array(numbers, np.int32)
+
+
+def _flags(kind: Kind) -> int:
+    forward = FORWARD if kind is Kind.FORWARD else 0
+    return forward | (PREFILL if kind in PREFILL_KINDS else 0) | (FENCE * (kind is Kind.FENCE))
+
+
+def _amounts(whats: list[What]) -> tuple[list[What], Longs]:
+    """One op of each amount, and for each of ``whats`` the number of its amount."""
+    numbers: dict[tuple[object, ...], int] = {}
+    first: list[What] = []
+    of = []
+    for what in whats:
+        key = (*_share(what), what.amounts)
+        if key not in numbers:
+            first.append(what)
+        of.append(numbers.setdefault(key, len(numbers)))
+    return first, np.array(of, np.int64)
+
+
+def _share(what: What) -> tuple[object, ...]:
+    """What the cost of an op depends on besides its numbers and the block's KV homes."""
+    memory = frozenset((slot.tier, slot.pinned) for slot, _ in (*what.reads, *what.writes))
+    return (what.kind, what.layer_class, what.scope, what.attention, memory)
+
+
+def _amount(what: What, uses: int, cutter: Cutter) -> Amount:
+    sample = Op(
+        what.kind,
+        0,
+        0,
+        cutter.classes.index(what.layer_class),
+        scope=Scope(what.scope),
+        attention=Attention(what.attention),
+        reads=tuple(slot for slot, _ in what.reads),
+        writes=tuple(slot for slot, _ in what.writes),
+    )
+    return Amount(sample, _share(what), uses)
+
+
+def _slots(
+    plan: Plan, slots: list[tuple[tuple[Slot, bool], ...]], first_column: list[int],
+    families: Families,
+) -> tuple[Longs, Ints]:  # fmt: skip
+    """Slots of each op one after another, and where each op's begin.
+
+    ``first_column[w]`` is the column of a plan's layers that holds the first layer of these slots.
+    """
+    most = max((len(row) for row in slots), default=0)
+    base = _padded([[families.number(family) for family in row] for row in slots], most, -1)
+    column = _padded([[0] * len(row) for row in slots], most, -1)
+    for w, row in enumerate(slots):
+        at = first_column[w]
+        for j, (_, layered) in enumerate(row):
+            column[w, j] = at if layered else -1
+            at += layered
+    bases, columns = base[plan.what], column[plan.what]
+    layers = np.take_along_axis(plan.layers, np.maximum(columns, 0), axis=1) if most else bases
+    numbers = bases + np.where(columns >= 0, layers, 0)
+    used = bases >= 0
+    first = np.concatenate((np.zeros(1, np.int64), np.cumsum(used.sum(axis=1))))
+    return first, numbers[used].astype(np.int32)
+
+
+# ---- affine forms --------------------------------------------------------------------------------
+
+
+def _matrix(forms: Sequence[Affine], n_variables: int) -> Floats:
+    matrix = np.zeros((n_variables, len(forms)))
+    for column, form in enumerate(forms):
+        for variable, coefficient in form.terms:
+            matrix[variable, column] = coefficient
+    return matrix
+
+
+def _guards(guards: Sequence[Guard], n_variables: int) -> Guards:
+    ordered = sorted(guards, key=lambda guard: guard.modulus > 0)
+    # Whether the relation is true of a number below, at and above 0.
+    true_of = {"<": (True, False, False), "<=": (True, True, False), "==": (False, True, False)}
+    allowed = np.array([true_of[g.relation] for g in ordered], np.bool_).reshape(-1, 3)
+    holds = np.array([guard.holds for guard in ordered], np.bool_)
+    below, zero, above = (allowed[:, i] == holds for i in range(3))
+    return Guards(
+        _matrix([guard.form for guard in ordered], n_variables),
+        np.array([guard.form.const for guard in ordered], np.float64),
+        below,
+        zero,
+        above,
+        np.array([guard.modulus for guard in ordered if guard.modulus], np.float64),
+    )

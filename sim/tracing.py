@@ -1,0 +1,183 @@
+"""Tracing: one step of a policy, emitted once with symbols in place of numbers.
+
+A step is a ``StepContext`` and two decisions, all numbers of which are variables here; ``variables``
+lays them out. The policy's own ``step`` then says, for a cut model, which ops there are and how
+their amounts follow from the variables. What readers get wrong: a trace is not made for a shape of
+step that somebody thought of; it is made for one real step, and its guards say for which others it
+holds as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.cost.model import CostModel
+from policies.drive import Decision, Policy, StepContext
+from policies.placement import Placement, Shares
+from policies.plan.op import Kind, Op, Slot
+from policies.spec.workload import Batch, Block
+from sim.cut import Cut
+from sim.symbol import Affine, Guard, Symbol, Tape, fixed, form_of
+
+STEP, BLOCK, MAX_NEW, SHARES, BATCHES = 0, 1, 2, 3, 6  # where variables begin
+PER_BATCH = 7  # prompt_len, n_seqs, n_stored, n_recompute and slices now, the same of the next step
+
+# Fields of an op that costs may depend on and that are numbers.
+AMOUNTS = ("part", "n_parts", "n_seqs", "start", "stop", "n_new", "n_recompute", "n_ctx")
+
+_LAYER = re.compile(r"/l(\d+)(?=/|$)")
+
+Step = tuple[StepContext, Decision, Decision | None]
+
+
+class UntraceableError(ValueError):
+    """A policy whose steps cannot be turned into arrays; the reason is its text."""
+
+
+class Ref(NamedTuple):
+    """An op of a cut model in two parts: what it is, and in which layers.
+
+    ``layers`` are those of the op and, in order, of the slots that are named after a layer.
+    """
+
+    what: What
+    layers: tuple[int, ...]
+
+
+class What(NamedTuple):
+    """Everything about an op but its layers; ops of one template that share it cost the same."""
+
+    kind: Kind
+    layer_class: int
+    scope: str
+    attention: str
+    batch: int
+    ahead: int  # steps that the op works ahead of the one in which it is emitted
+    amounts: tuple[Affine, ...]  # in the order of AMOUNTS
+    reads: tuple[tuple[Slot, bool], ...]  # the slot, or its family and that it has a layer
+    writes: tuple[tuple[Slot, bool], ...]
+
+
+class Traced(NamedTuple):
+    """Ops of one step, and what its numbers were asked."""
+
+    refs: list[Ref]
+    guards: frozenset[Guard]
+    moduli: frozenset[int]
+
+
+def variables(steps: Sequence[Step]) -> NDArray[np.float64]:
+    """Values of shape (n_steps, n_variables) for steps of one block."""
+    ctx = steps[0][0]
+    batches, shares = ctx.block.batches, ctx.placement.kv[ctx.block.index]
+    n = len(batches)
+    x = np.zeros((len(steps), BATCHES + PER_BATCH * n))
+    x[:, STEP] = [c.step for c, _, _ in steps]
+    x[:, BLOCK], x[:, MAX_NEW] = ctx.block.index, ctx.block.max_new
+    x[:, SHARES:BATCHES] = shares.gpu, shares.host, shares.disk
+    part = x[:, BATCHES:].reshape(len(steps), PER_BATCH, n)
+    part[:, 0] = [batch.prompt_len for batch in batches]
+    part[:, 1] = [batch.n_seqs for batch in batches]
+    part[:, 2] = [c.n_stored for c, _, _ in steps]
+    part[:, 3] = [now.n_recompute for _, now, _ in steps]
+    part[:, 4] = [now.slices for _, now, _ in steps]
+    none = (0,) * n
+    part[:, 5] = [none if then is None else then.n_recompute for _, _, then in steps]
+    part[:, 6] = [none if then is None else then.slices for _, _, then in steps]
+    return x
+
+
+def trace(policy: Policy, cut: Cut, step: Step) -> Traced:
+    """The ops of ``step`` for a cut model; ``UntraceableError`` if they cannot be told."""
+    tape = Tape()
+    ctx, now, then = _symbolic(step, cut, tape)
+    tape.recording = True
+    try:
+        ops = list(policy.step(ctx, now, then))
+        refs = [_ref(op, cut, ctx) for op in ops]
+    except (TypeError, AttributeError) as error:
+        raise UntraceableError(f"policy {policy.name}: {error}") from error
+    tape.recording = False
+    return Traced(refs, frozenset(tape.guards), frozenset(tape.moduli))
+
+
+class _OneShare(tuple[Shares, ...]):
+    """The KV shares of the block at hand, whatever its index."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: object) -> Shares:  # type: ignore[override]
+        return next(iter(self))
+
+
+def _symbolic(step: Step, cut: Cut, tape: Tape) -> Step:
+    """The step with symbols for all its numbers.
+
+    Types are bent here and nowhere else: a symbol stands where the policy declares a number.
+    """
+    ctx, now, then = step
+    row = variables([step])[0]
+    n = ctx.n_batches
+    whole = [int(value) for value in row]
+
+    def symbol(i: int) -> Symbol:
+        value = row[i] if SHARES <= i < BATCHES else whole[i]
+        return Symbol(value, Affine(((i, 1),), 0), tape)
+
+    def per_batch(which: int) -> tuple[Symbol, ...]:
+        return tuple(symbol(BATCHES + which * n + b) for b in range(n))
+
+    prompts, seqs, stored = per_batch(0), per_batch(1), per_batch(2)
+    batches = tuple(Batch(s, p) for s, p in zip(seqs, prompts, strict=True))  # type: ignore[arg-type]
+    block = Block(symbol(BLOCK), batches, symbol(MAX_NEW))  # type: ignore[arg-type]
+    shares = Shares(*(symbol(SHARES + i) for i in range(3)))  # type: ignore[arg-type]
+    placement = Placement(cut.weights, _OneShare((shares,)), ctx.placement.act)
+    belief = CostModel(cut.model, ctx.hardware, placement)
+    symbolic = StepContext(
+        symbol(STEP), block, cut.model, ctx.hardware, placement, belief, stored, {}  # type: ignore[arg-type]
+    )  # fmt: skip
+    decisions = [
+        Decision(per_batch(first), per_batch(first + 1))  # type: ignore[arg-type]
+        for first in (3, 5)
+        if first == 3 or then is not None
+    ]
+    return symbolic, decisions[0], decisions[1] if then is not None else None
+
+
+def _ref(op: Op, cut: Cut, ctx: StepContext) -> Ref:
+    layer = int(fixed(op.layer))
+    if form_of(op.block) != form_of(ctx.block.index) and op.block != ctx.block.index:
+        raise UntraceableError("an op works for another block than its step")
+    reads, read_layers = _families(op.reads)
+    writes, written_layers = _families(op.writes)
+    what = What(
+        op.kind,
+        cut.classes[layer],
+        op.scope,
+        op.attention,
+        int(fixed(op.batch)),
+        int(fixed(op.step - ctx.step)),
+        tuple(form_of(getattr(op, name)) for name in AMOUNTS),
+        reads,
+        writes,
+    )
+    return Ref(what, (layer, *read_layers, *written_layers))
+
+
+def _families(slots: tuple[Slot, ...]) -> tuple[tuple[tuple[Slot, bool], ...], list[int]]:
+    """Slots without the layer in their names, and these layers."""
+    families, layers = [], []
+    for slot in slots:
+        found = _LAYER.search(slot.name)
+        if found is None:
+            families.append((slot, False))
+        else:
+            name = slot.name[: found.start()] + "/l*" + slot.name[found.end() :]
+            families.append((slot._replace(name=name), True))
+            layers.append(int(found[1]))
+    return tuple(families), layers

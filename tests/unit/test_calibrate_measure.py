@@ -1,0 +1,279 @@
+"""Records, grids and the measurement itself, on the CPU with a tiny grid."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from calibrate import __main__ as command
+from calibrate.drift import handful, judge
+from calibrate.grid import GROUPS, Needs, cases, make_plan, needs, select
+from calibrate.presets import FULL, PRESETS, SMALL, TINY, Preset
+from calibrate.profile import fit_profile, read_profile
+from calibrate.record import Machine, Point, dump_point, parse_point, read_points, write_points
+from policies.spec.curve import Curve
+from policies.spec.hardware import Link
+from policies.spec.model import ModelSpec
+from policies.tightllm import TightLLM
+from tests.unit.test_calibrate_fit import HERE, TRUTH, synthetic
+
+PACKAGE = Path(command.__file__).parent
+
+
+# ---- records ----------------------------------------------------------------------------------
+
+
+def test_a_point_survives_the_file(tmp_path: Path) -> None:
+    points = tuple(synthetic(TRUTH, 0.1))
+    write_points(points, tmp_path / "points.jsonl")
+    assert read_points(tmp_path / "points.jsonl") == points
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 9}, "schema"),
+        ({"seconds": ["fast"]}, "seconds"),
+        ({"seconds": [-1.0]}, "seconds"),
+        ({"extra": 1}, "extra"),
+        ({"machine": {}}, "machine"),
+        ({"seconds": []}, "no seconds"),
+        ({"x": {"rows": True}}, "x.rows"),
+    ],
+)
+def test_wrong_fields_are_named(change: dict[str, object], message: str) -> None:
+    point = next(p for p in synthetic(TRUTH) if p.group == "h2d")
+    record = json.loads(dump_point(point)) | change
+    with pytest.raises(ValueError, match=message):
+        parse_point(json.dumps(record))
+
+
+def test_a_corrupt_line_is_named_and_a_cut_one_is_no_point(tmp_path: Path) -> None:
+    points = tuple(synthetic(TRUTH))[:3]
+    path = tmp_path / "points.jsonl"
+    write_points(points, path)
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole + '{"schema":1,"gro', encoding="utf-8")
+    assert read_points(path) == points
+    path.write_text(whole.replace('"x":', '"y":', 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"points\.jsonl:1: .*fields"):
+        read_points(path)
+
+
+# ---- grids ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
+def test_fit_and_held_out_points_are_disjoint(preset: Preset) -> None:
+    planned = cases(preset)
+    assert len({case.name for case in planned}) == len(planned)
+    assert {case.group for case in planned} == set(GROUPS)
+    held = [case for case in planned if not case.fit]
+    fitted = {(c.group, tuple(c.x.values())) for c in planned if c.fit}
+    assert held
+    assert not fitted & {(c.group, tuple(c.x.values())) for c in held}
+
+
+def test_order_is_shuffled_by_seed_and_coarse_points_come_first() -> None:
+    first, again, other = (make_plan(FULL, seed=s).cases for s in (0, 0, 1))
+    assert first == again != other
+    priorities = [case.priority for case in first]
+    assert priorities == sorted(priorities)
+    rows = [case.x["rows"] for case in first if case.group == "gemm"]
+    assert rows != sorted(rows)
+    coarse = {case.group for case in first if case.priority == 0 and case.fit}
+    assert coarse >= set(GROUPS) - {"memory", "power", "attention_unfused", "elementwise"}
+
+
+def test_only_takes_sections_and_groups() -> None:
+    chosen = {case.group for case in select(cases(TINY), ["disk", "gemm"])}
+    assert chosen == {"disk_read", "disk_write", "gemm"}
+    with pytest.raises(ValueError, match=r"only: 'gpu' is none of links"):
+        select(cases(TINY), ["gpu"])
+
+
+def test_memory_guard_says_what_is_missing() -> None:
+    largest = max((needs(case, FULL) for case in cases(FULL)), key=lambda n: n.device_bytes)
+    assert largest.device_bytes < 20e9  # the full grid is meant for a card of 24 GB
+    assert largest.missing(Needs(1e9, 1e12, 1e12)).startswith("needs")
+    assert not largest.missing(Needs(20e9, 1e12, 1e12))
+
+
+# ---- measuring --------------------------------------------------------------------------------
+
+
+def run(*args: object) -> int:
+    return command.main([str(arg) for arg in args])
+
+
+MEASURE = ("measure", "--device", "cpu", "--grid", "tiny", "--threads", "1", "--out")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torch")
+    path = tmp_path_factory.mktemp("measured") / "cpu.jsonl"
+    assert run(*MEASURE, path) == 0
+    return path
+
+
+def test_every_planned_point_is_taken(measured: Path) -> None:
+    points = {p.name: p for p in read_points(measured)}
+    assert set(points) == {case.name for case in cases(TINY)}
+    timed = [p for p in points.values() if p.group not in ("memory", "power")]
+    assert not [p.name for p in timed if p.skipped]
+    assert all(len(p.seconds) >= 3 for p in timed if p.group not in ("duplex_h2d", "duplex_d2h"))
+    assert not list(measured.parent.glob(".calibrate-*"))  # the scratch file is gone
+
+
+def test_larger_work_takes_longer(measured: Path) -> None:
+    """No constant could pass for a measurement: sizes that differ 16-fold show in the times."""
+    points = {p.name: p for p in read_points(measured)}
+    for group in ("h2d", "host_copy"):
+        sizes = sorted(
+            (p.x["nbytes"], min(p.seconds)) for p in points.values() if p.group == group and p.fit
+        )
+        assert sizes[-1][1] > 2 * sizes[0][1]
+
+
+def test_a_rerun_takes_only_what_is_missing(measured: Path, tmp_path: Path) -> None:
+    whole = measured.read_text(encoding="utf-8").splitlines(keepends=True)
+    lacking = [line for line in whole if '"group":"gemm"' not in line]
+    path = tmp_path / "cpu.jsonl"
+    path.write_text("".join(lacking) + whole[-1][:30], encoding="utf-8")
+    assert run(*MEASURE, path, "--only", "gemm,links") == 0
+    after = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert after[: len(lacking)] == lacking
+    assert all('"group":"gemm"' in line for line in after[len(lacking) :])
+    assert {p.name for p in read_points(path)} == {case.name for case in cases(TINY)}
+
+
+def test_a_budget_that_is_spent_leaves_the_rest(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "cpu.jsonl"
+    assert run(*MEASURE, path, "--budget-s", "0.001") == 0
+    assert len(read_points(path)) < len(cases(TINY))
+
+
+def test_another_devices_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "gpu.jsonl"
+    write_points(tuple(synthetic(TRUTH))[:4], path)
+    assert run(*MEASURE, path) == 2
+    assert "Test GPU" in " ".join(capsys.readouterr().err.split())
+    assert len(read_points(path)) == 4
+
+
+def test_measured_points_become_a_profile_that_the_simulator_runs(
+    measured: Path, tmp_path: Path
+) -> None:
+    from sim.job import WorkloadSpec
+    from sim.run import RunSpec, simulate
+
+    folder = tmp_path / "conf" / "hardware"
+    assert run("fit", measured, "--name", "my-cpu", "--out", folder) == 0
+    assert measured.with_suffix(".fit.png").stat().st_size > 10_000
+    profile = read_profile(folder / "my-cpu.yaml")
+    model = ModelSpec("m", 2, 64, 4, 4, 16, 256, 512, 2048, False, True)
+    job = WorkloadSpec("job", "fixed", 2, 4, prompt_len=64, gen_len=4)
+    result = simulate(RunSpec(model, profile, TightLLM(), job))
+    assert result.record.status == "ok"
+    assert result.record.makespan_s is not None
+    assert result.record.makespan_s > 0
+
+
+# ---- drift ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", [FULL, SMALL, TINY])
+def test_a_handful_has_every_number(preset: Preset) -> None:
+    few = list(handful(preset))
+    assert {case.group for case in few} == {
+        case.group for case in cases(preset) if case.fit and case.group not in ("memory", "power")
+    }
+    assert len(few) < len(cases(preset))
+
+
+def test_drift_names_the_number_that_changed() -> None:
+    profile = fit_profile(tuple(synthetic(TRUTH)), "mine").hardware
+    slower = replace(TRUTH, h2d=Link(TRUTH.h2d.latency_s, 0.8 * TRUTH.h2d.bytes_per_s))
+    same = judge(profile, tuple(synthetic(TRUTH)), HERE)
+    assert not same.drifted
+    assert not same.warning
+    report = judge(profile, tuple(synthetic(slower)), HERE)
+    drifted = {n.field: n.error for n in report.numbers if n.drifted}
+    # Duplex is measured in copies, so a slower link shows there too.
+    assert set(drifted) == {"h2d", "duplex"}
+    assert drifted["h2d"] == pytest.approx(-0.2, abs=0.02)
+
+
+def test_tolerance_is_twice_the_residual_and_at_least_five_per_cent() -> None:
+    profile = fit_profile(tuple(synthetic(TRUTH)), "mine").hardware
+    source = replace(profile.provenance["gemm"], residual=0.04)
+    loose = replace(profile, provenance={**profile.provenance, "gemm": source})
+    gemm = TRUTH.gemm
+    slower = replace(TRUTH, gemm=Curve(gemm.x, tuple(0.935 * y for y in gemm.y)))
+    points = [p for p in synthetic(slower) if p.group == "gemm"]
+    assert judge(profile, points, HERE).drifted
+    assert not judge(loose, points, HERE).drifted
+
+
+def test_another_device_is_warned_of() -> None:
+    profile = fit_profile(tuple(synthetic(TRUTH)), "mine").hardware
+    other = Machine("Other GPU")
+    points = [replace(p, machine=other) for p in synthetic(TRUTH)]
+    report = judge(profile, points, other)
+    assert "Test GPU" in report.warning
+    assert not report.drifted
+
+
+def test_drift_command_measures_this_machine(measured: Path, tmp_path: Path) -> None:
+    assert run("fit", measured, "--name", "cpu", "--out", tmp_path) == 0
+    path = tmp_path / "cpu.yaml"
+    text = path.read_text(encoding="utf-8")
+    profile = read_profile(path)
+    gemm = f"{profile.gemm.y[-1]}"
+    assert text.count(gemm) == 1
+    path.write_text(text.replace(gemm, f"{100 * profile.gemm.y[-1]}"), encoding="utf-8")
+    assert run("drift", path, "--device", "cpu", "--grid", "tiny", "--threads", "1") == 1
+
+
+# ---- imports ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+def test_heavy_packages_are_imported_only_inside_functions(path: Path) -> None:
+    """Importing calibrate must not need torch, the simulator, the engine or a plotting library."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    names = []
+    for node in body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    heavy = {"torch", "sim", "real", "matplotlib", "pandas", "simpy", "hydra"}
+    assert not heavy & {name.split(".")[0] for name in names}
+
+
+def test_a_skipped_point_needs_a_reason() -> None:
+    with pytest.raises(ValueError, match="reason to be skipped"):
+        Point("gemm", "gemm", {}, (), True, HERE, "now")
+
+
+def test_a_bare_gpu_machine_is_enough_to_measure_fit_and_check() -> None:
+    """No package of the simulator is needed; a plotting library only once a figure is drawn."""
+    absent = ("simpy", "hydra", "pandas", "pyarrow", "gurobipy", "numba", "matplotlib", "sim")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
+    code += "import calibrate.__main__, calibrate.measure, calibrate.drift, calibrate.profile"
+    done = subprocess.run(  # noqa: S603 - the text above
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
