@@ -92,8 +92,9 @@ class Adaptive:
     TightLLM's integer program (DESIGN section 1). ``solver`` None finds the crossing by bisection,
     which needs only that load falls and compute grows with the tail; ``auto``, ``gurobi``,
     ``highs`` or ``dp`` solve the integer program itself, which may stop one token earlier. A
-    tail that saves less than the share ``min_gain`` of the iteration is not worth it. Without
-    overlap, load and compute add up and the better end point is taken.
+    tail that saves less than the share ``min_gain`` of the iteration is not worth it; at 0 it is always
+    taken, though rounding up may cost up to one token's compute. Without overlap, load and compute
+    add up and the better end point is taken.
     """
 
     solver: str | None = None
@@ -118,8 +119,10 @@ class Adaptive:
             tail = _crossing(most, lambda n: view.totals(Split(n_tail=n)))
         else:
             tail = _solved(most, lambda n: view.totals(Split(n_tail=n)), self.solver)
-        gain = 1.0 - max(view.totals(Split(n_tail=tail))) / max(none)
-        return Split(n_tail=tail) if gain > self.min_gain else Split()
+        if self.min_gain > 0.0:
+            gain = 1.0 - max(view.totals(Split(n_tail=tail))) / max(none)
+            tail = tail if gain > self.min_gain else 0
+        return Split(n_tail=tail)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class _Step:
         self.g, self.s = ctx.block.index, ctx.step
         self.batches = ctx.block.batches
         self.nb = len(self.batches)
+        self.n_parts = sum(now.slices)  # pieces that a stage's weights are cut into
         self.n_layers = ctx.model.n_layers
         scopes = (Scope.ATTENTION, Scope.MLP) if how.sep_layer else (Scope.LAYER,)
         self.stages = [_Stage(i, scope) for i in range(self.n_layers) for scope in scopes]
@@ -119,18 +120,8 @@ class _Step:
     ) -> Op:
         """A transfer of one piece of a stage's weights, carried by batch k."""
         stage = self.stages[i]
-        return Op(
-            kind,
-            self.g,
-            step,
-            stage.layer,
-            k,
-            part,
-            sum(self.now.slices),
-            stage.scope,
-            reads=reads,
-            writes=writes,
-        )
+        n, scope = self.n_parts, stage.scope
+        return Op(kind, self.g, step, stage.layer, k, part, n, scope, reads=reads, writes=writes)
 
     def kv_op(
         self,
@@ -206,7 +197,7 @@ class _Step:
     def ops(self) -> Iterator[Op]:
         """All stages in order, then the LM head."""
         if self.s == 0 and self.streamed[0]:
-            yield from self.load_weights(0, 0, 0, 0, sum(self.now.slices))
+            yield from self.load_weights(0, 0, 0, 0, self.n_parts)
             if self.how.fence:
                 yield self.fence(0, self.nb)
         pending: tuple[int, int] | None = None  # (layer, batch) whose KV is still to be stored
@@ -271,7 +262,7 @@ class _Step:
         """Pieces ``first .. first + count - 1`` of a stage's weights."""
         slot = self.weight_slot(step, i)
         # Attention and MLP of one layer are told apart by their pieces' numbers.
-        offset = sum(self.now.slices) if self.stages[i].scope is Scope.MLP else 0
+        offset = self.n_parts if self.stages[i].scope is Scope.MLP else 0
         for part in range(offset + first, offset + first + count):
             reads: Slots = (slots.host_weights(),)
             if self.from_disk[i]:

@@ -16,8 +16,18 @@ from policies.cost.protocol import Costs
 from policies.plan.op import LANE_OF, Lane, Op
 from policies.trace.attribution import Category
 from policies.trace.span import Span, Trace
-from sim import kernel
-from sim.kernel import Floats, Ints, Outcome, Program
+from sim.arrays import (
+    DONE,
+    N_CATEGORIES,
+    N_LANES,
+    STALLED,
+    Floats,
+    Ints,
+    Outcome,
+    Program,
+    new_state,
+)
+from sim.kernel import run_block
 from sim.program import assemble, checked_seconds
 from sim.template import Families, plain_template
 
@@ -39,7 +49,7 @@ class BlockRun:
     step_end_s: Floats
     start_s: Floats
     end_s: Floats
-    waits_for: Ints  # (n_recorded, lanes), see sim.kernel.Outcome
+    waits_for: Ints  # (n_recorded, lanes), see sim.arrays.Outcome
 
     def spans(self, ops: Iterable[Op], costs: Costs) -> Iterator[Span]:
         """Spans of the recorded ops; ``ops`` are the plan's first."""
@@ -60,17 +70,17 @@ def run_program(program: Program, n_steps: int, duplex: float, n_recorded: int =
     while True:
         outcome = Outcome(
             times_s=np.zeros(2),
-            busy_s=np.zeros(kernel.N_LANES),
-            charged_s=np.zeros(kernel.N_CATEGORIES),
+            busy_s=np.zeros(N_LANES),
+            charged_s=np.zeros(N_CATEGORIES),
             step_end_s=np.zeros(n_steps),
             start_s=np.zeros(n_recorded),
             end_s=np.zeros(n_recorded),
-            waits_for=np.zeros((n_recorded, kernel.N_LANES), np.int32),
+            waits_for=np.zeros((n_recorded, N_LANES), np.int32),
         )
-        status = kernel.run_block(program, kernel.new_state(program, width), outcome, duplex)
-        if status == kernel.DONE:
+        status = run_block(program, new_state(program, width), outcome, duplex)
+        if status == DONE:
             break
-        if status == kernel.STALLED:
+        if status == STALLED:
             raise AssertionError("plan: stalled, although a linked plan waits for earlier ops only")
         width *= 2
     return BlockRun(

@@ -24,7 +24,7 @@ from sim.serve_log import ITERATION_COLUMNS, REQUEST_COLUMNS, Log
 from sim.serve_options import ServeOptions, kv_capacity_tokens, store_blocks
 from sim.serving import Server, ServingStalled
 from sim.sessions import Sessions, Turn
-from sim.store import PrefixStore
+from sim.store import DiskSpeed, PrefixStore
 
 BLOCK_TOKENS = 256  # of a store whose trace does not fix it
 PROGRESS_TURNS = 500
@@ -147,7 +147,12 @@ class _Fleet:
         store = None
         if options.prefix == "store":
             sizes = store_blocks(spec.model, hardware, options, self.block_tokens)
-            store = PrefixStore(*sizes)
+            block_bytes = self.block_tokens * spec.model.kv_bytes_per_token
+            disk = DiskSpeed(
+                hardware.disk_write.bytes_per_s / block_bytes,
+                hardware.disk_read.bytes_per_s / block_bytes,
+            )
+            store = PrefixStore(*sizes, disk)
         return Server(
             env,
             index,

@@ -10,160 +10,44 @@ that runs empty gets its next ops before the clock moves, hence nothing is ever 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-N_LANES = 5  # in the order of policies.plan.op.Lane
-N_CATEGORIES = 8  # in the order of policies.trace.attribution.Category
-FORWARD, PREFILL, FENCE = 1, 2, 4  # flags of an op
-DONE, TOO_NARROW, STALLED = 0, 1, 2  # how a run ends
+from sim.arrays import (
+    DONE,
+    FENCE,
+    FORWARD,
+    N_CATEGORIES,
+    N_LANES,
+    PREFILL,
+    STALLED,
+    TOO_NARROW,
+    Lanes,
+    Outcome,
+    Program,
+    State,
+    Window,
+)
 
 _COMPUTE, _H2D, _D2H = 0, 1, 2
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
 Function = Callable[..., Any]
 
-_compile = cast("Callable[[Function], Function]", njit(cache=True, error_model="numpy", _nrt=False))
+# Nothing here allocates, so nothing needs a reference count, and counting would take nine tenths of
+# the time: every access to an array in a tuple counts. No public option says so.
+_OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy", "_nrt": False}
 
 
-class Program(NamedTuple):
-    """A block as arrays. Templates lie one after another; T of them, n ops, S steps.
-
-    Step i runs template ``step_template[i]`` with the amounts from ``seconds[step_amounts[i]]`` on;
-    its ops work for step ``step_number[i] + ahead[op]``. Op o reads slots ``read[first_read[o]:
-    first_read[o + 1]]`` and writes likewise. Slots are integers in ``0..n_slots - 1``.
-    """
-
-    step_template: Ints  # (S,)
-    step_number: Ints  # (S,)
-    step_amounts: Longs  # (S,)
-    seconds: Floats
-    first_op: Longs  # (T + 1,)
-    lane_ops: Longs  # (T, N_LANES), ops of each lane
-    lane: Bytes  # (n,)
-    category: Bytes  # (n,)
-    flags: Bytes  # (n,)
-    ahead: NDArray[np.int8]  # (n,)
-    amount: Ints  # (n,)
-    first_read: Longs  # (n + 1,)
-    read: Ints
-    first_write: Longs  # (n + 1,)
-    write: Ints
-    n_slots: int
-
-
-class Outcome(NamedTuple):
-    """What a run accumulates. ``start_s``, ``end_s`` and ``waits_for`` cover the first ops only.
-
-    ``waits_for[i, L]`` is the op of lane L, numbered in that lane from 1, that op i waits for.
-    """
-
-    times_s: Floats  # (2,): end of the block, end of its prefill
-    busy_s: Floats  # (N_LANES,)
-    charged_s: Floats  # (N_CATEGORIES,), along the critical path
-    step_end_s: Floats  # (steps,), end of the last FORWARD of each step
-    start_s: Floats  # (n_recorded,)
-    end_s: Floats  # (n_recorded,)
-    waits_for: Ints  # (n_recorded, N_LANES)
-
-
-class _Window(NamedTuple):
-    """The ops in flight, op n of a lane at ``n & (width - 1)``; width is a power of two."""
-
-    seconds: Floats  # (N_LANES, width)
-    end_s: Floats  # (N_LANES, width)
-    charged_s: Floats  # (N_LANES, width, N_CATEGORIES)
-    need: Ints  # (N_LANES, width, N_LANES)
-    kind: Bytes  # (N_LANES, width), category and flags
-    step: Ints  # (N_LANES, width)
-    index: Longs  # (N_LANES, width), position in the plan
-
-
-class _Links(NamedTuple):
-    """Last writer of each slot, its last reader of each lane since (0: none), and the steps."""
-
-    writer_lane: Bytes  # (n_slots,)
-    writer: Ints  # (n_slots,)
-    reader: Ints  # (n_slots, N_LANES)
-    fence: Longs  # (1,), the last one
-    floor: Longs  # (N_LANES,), ops up to this one lie before the last fence
-    done_then: Longs  # (S, N_LANES), ops ended when a step was linked
-    linked_then: Longs  # (S, N_LANES), ops linked after it was
-    oldest: Longs  # (1,), step that may have ops in flight
-
-
-class _Lanes(NamedTuple):
-    """State of each lane. The last three matter on the shared link only."""
-
-    linked: Longs  # number of ops linked
-    done: Longs  # number of ops ended
-    later: Longs  # number of ops in steps that are not linked yet
-    blocked_on: Longs  # a lane that the head waits for, -1: none known
-    running: Bytes
-    start_s: Floats
-    finish_s: Floats  # infinite while idle
-    left_s: Floats
-    since_s: Floats
-    rate: Floats
-
-
-class _State(NamedTuple):
-    """Everything that a run keeps."""
-
-    window: _Window
-    links: _Links
-    lanes: _Lanes
-
-
-def new_state(program: Program, width: int) -> _State:
-    """State of a run whose window holds ``width`` ops of a lane, a power of two."""
-    wide, lanes, n_slots = (N_LANES, width), N_LANES, program.n_slots
-    n_steps = len(program.step_template)
-    window = _Window(
-        np.empty(wide),
-        np.zeros(wide),
-        np.zeros((*wide, N_CATEGORIES)),
-        np.zeros((*wide, lanes), np.int32),
-        np.zeros(wide, np.uint8),
-        np.zeros(wide, np.int32),
-        np.zeros(wide, np.int64),
-    )
-    links = _Links(
-        np.zeros(n_slots, np.uint8),
-        np.zeros(n_slots, np.int32),
-        np.zeros((n_slots, lanes), np.int32),
-        np.zeros(1, np.int64),
-        np.zeros(lanes, np.int64),
-        np.zeros((n_steps, lanes), np.int64),
-        np.zeros((n_steps, lanes), np.int64),
-        np.zeros(1, np.int64),
-    )
-    counts = (np.zeros(lanes, np.int64) for _ in range(3))
-    return _State(
-        window,
-        links,
-        _Lanes(
-            *counts,
-            np.full(lanes, -1, np.int64),
-            np.zeros(lanes, np.uint8),
-            np.zeros(lanes),
-            np.full(lanes, np.inf),
-            np.zeros(lanes),
-            np.zeros(lanes),
-            np.ones(lanes),
-        ),
-    )
+def _compile(function: Function) -> Function:
+    compiled: Function = njit(**_OPTIONS)(function)
+    return compiled
 
 
 @_compile
 def _wait_for_slots(
-    program: Program, state: _State, op: int, lane: int, number: int, at: int
+    program: Program, state: State, op: int, lane: int, number: int, at: int
 ) -> None:
     """Write into the window what op ``number`` of a lane waits for, and book its slots."""
     links, need = state.links, state.window.need
@@ -188,8 +72,8 @@ def _wait_for_slots(
 
 
 @_compile
-def _link_step(program: Program, state: _State, outcome: Outcome, step: int, index: int) -> int:
-    """Queue the ops of one step; ``index`` is the plan's position of its first, returned its end's."""
+def _link_step(program: Program, state: State, outcome: Outcome, step: int, index: int) -> int:
+    """Queue the ops of one step, ``index`` of them before it; the number with them."""
     window, links, lanes = state.window, state.links, state.lanes
     mask = window.seconds.shape[1] - 1
     template, amounts = program.step_template[step], program.step_amounts[step]
@@ -219,16 +103,16 @@ def _link_step(program: Program, state: _State, outcome: Outcome, step: int, ind
         window.seconds[lane, at] = program.seconds[amounts + program.amount[op]]
         window.kind[lane, at] = program.category[op] | flags << 4
         window.step[lane, at] = at_step
-        window.index[lane, at] = index
+        window.position[lane, at] = index
         index += 1
     for lane in range(N_LANES):
         lanes.later[lane] -= program.lane_ops[template, lane]
         links.linked_then[step, lane] = lanes.linked[lane]
-    return index
+    return int(index)
 
 
 @_compile
-def _slow_down(lanes: _Lanes, lane: int, rate: float, now_s: float) -> None:
+def _slow_down(lanes: Lanes, lane: int, rate: float, now_s: float) -> None:
     """Bring the copy on ``lane`` up to date and let it go on at ``rate``."""
     left_s = lanes.left_s[lane] - (now_s - lanes.since_s[lane]) * lanes.rate[lane]
     lanes.left_s[lane] = max(0.0, left_s)
@@ -238,7 +122,7 @@ def _slow_down(lanes: _Lanes, lane: int, rate: float, now_s: float) -> None:
 
 
 @_compile
-def _start_head(window: _Window, lanes: _Lanes, lane: int, now_s: float, duplex: float) -> None:
+def _start_head(window: Window, lanes: Lanes, lane: int, now_s: float, duplex: float) -> None:
     """Start the first op of an idle lane if all that it waits for has ended."""
     number = lanes.done[lane] + 1
     if number > lanes.linked[lane]:
@@ -265,7 +149,7 @@ def _start_head(window: _Window, lanes: _Lanes, lane: int, now_s: float, duplex:
     lanes.running[lane] = 1
     lanes.start_s[lane] = now_s
     seconds = window.seconds[lane, at]
-    if duplex < 1.0 and (lane == _H2D or lane == _D2H):
+    if duplex < 1.0 and lane in (_H2D, _D2H):
         opposite = _H2D + _D2H - lane
         rate = duplex if lanes.running[opposite] else 1.0
         if lanes.running[opposite]:
@@ -278,12 +162,12 @@ def _start_head(window: _Window, lanes: _Lanes, lane: int, now_s: float, duplex:
 
 @_compile
 def _end_head(
-    window: _Window, lanes: _Lanes, outcome: Outcome, lane: int, now_s: float, duplex: float
+    window: Window, lanes: Lanes, outcome: Outcome, lane: int, now_s: float, duplex: float
 ) -> int:
     """End the op that runs on ``lane``; its position in the plan."""
     number = lanes.done[lane] + 1
     at = number & (window.seconds.shape[1] - 1)
-    start_s, kind, index = lanes.start_s[lane], window.kind[lane, at], window.index[lane, at]
+    start_s, kind, index = lanes.start_s[lane], window.kind[lane, at], window.position[lane, at]
     window.end_s[lane, at] = now_s
     window.charged_s[lane, at, kind & 15] += now_s - start_s
     outcome.busy_s[lane] += now_s - start_s
@@ -296,15 +180,15 @@ def _end_head(
     lanes.done[lane] = number
     lanes.running[lane] = 0
     lanes.finish_s[lane] = np.inf
-    if duplex < 1.0 and (lane == _H2D or lane == _D2H):
+    if duplex < 1.0 and lane in (_H2D, _D2H):
         opposite = _H2D + _D2H - lane
         if lanes.running[opposite]:
             _slow_down(lanes, opposite, 1.0, now_s)
-    return index
+    return int(index)
 
 
 @_compile
-def _starving(lanes: _Lanes) -> bool:
+def _starving(lanes: Lanes) -> bool:
     """Whether a lane is empty that some later step has ops for."""
     for lane in range(N_LANES):
         if lanes.done[lane] == lanes.linked[lane] and lanes.later[lane] > 0:
@@ -313,7 +197,7 @@ def _starving(lanes: _Lanes) -> bool:
 
 
 @_compile
-def _has_room(program: Program, state: _State, step: int, width: int) -> bool:
+def _has_room(program: Program, state: State, step: int, width: int) -> bool:
     """Whether the ops of a step can be queued without losing one that is still needed.
 
     An op in flight needs what had not ended when its step was linked.
@@ -340,7 +224,7 @@ def _has_room(program: Program, state: _State, step: int, width: int) -> bool:
 
 
 @_compile
-def run_block(program: Program, state: _State, outcome: Outcome, duplex: float) -> int:
+def run_block(program: Program, state: State, outcome: Outcome, duplex: float) -> int:
     """Run a block from time 0.
 
     ``TOO_NARROW`` asks for a wider window and a new start, ``STALLED`` means that ops are left and

@@ -18,8 +18,8 @@ from policies.drive import Policy
 from policies.placement import Placement
 from policies.plan.op import LANE_OF, Kind, Lane, Op
 from policies.spec.model import ModelSpec
+from sim.arrays import N_LANES, Floats, Ints, Longs, Program
 from sim.cut import Cutter
-from sim.kernel import N_LANES, Floats, Ints, Longs, Program
 from sim.template import Amount, Families, Guards, Template, TemplateMaker, plain_template
 from sim.tracing import AMOUNTS, Step, variables
 

@@ -132,7 +132,8 @@ class Server:
         cached, on_disk = live.n_history, 0
         if self.store is not None:
             segments = live.turn.blocks(live.reusable(live.n_history), self._block_tokens)
-            found = self.store.use(segments) if use else self.store.match(segments)
+            store, now_s = self.store, self._env.now
+            found = store.use(segments, now_s) if use else store.match(segments)
             cached = found.n_blocks * self._block_tokens
             on_disk = found.n_disk * self._block_tokens
         return Request(
@@ -353,7 +354,7 @@ class Server:
         def written() -> None:
             self._running.free(n_tokens)
             if self.store is not None and computed:
-                self.store.put(segments)
+                self.store.put(segments, self._env.now)
 
         self._write_back.after(written)
 

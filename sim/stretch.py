@@ -17,7 +17,7 @@ Layers = tuple[int, ...]
 
 
 class Placed(NamedTuple):
-    """An op at its place in the whole plan is ``ref`` with ``moves[i] * shift`` added to layer i."""
+    """An op of the whole plan: ``ref`` with ``moves[i] * shift`` added to its layer i."""
 
     ref: Ref
     moves: Layers  # 0 or 1 for each of the ref's layers

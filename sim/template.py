@@ -20,8 +20,8 @@ from policies.drive import Policy
 from policies.plan.op import LANE_OF, Attention, Kind, Lane, Op, Scope, Slot
 from policies.trace.attribution import CATEGORY_OF, Category
 from policies.trace.metrics import PREFILL_KINDS
+from sim.arrays import FENCE, FORWARD, N_LANES, PREFILL, Bytes, Floats, Ints, Longs
 from sim.cut import Cutter
-from sim.kernel import FENCE, FORWARD, N_LANES, PREFILL, Bytes, Floats, Ints, Longs
 from sim.stretch import Stretched, stretch, unstretched
 from sim.symbol import Affine, Guard
 from sim.tracing import AMOUNTS, Step, Traced, What, trace
@@ -79,7 +79,7 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """Ops of a step; arrays over ops as ``sim.kernel.Program`` has them.
+    """Ops of a step; arrays over ops as ``sim.arrays.Program`` has them.
 
     ``forms`` give the numbers of amount a from variables x: ``x @ forms[:, a] + constants[a]``, in
     the order of ``sim.tracing.AMOUNTS``.

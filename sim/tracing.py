@@ -1,7 +1,7 @@
 """Tracing: one step of a policy, emitted once with symbols in place of numbers.
 
-A step is a ``StepContext`` and two decisions, all numbers of which are variables here; ``variables``
-lays them out. The policy's own ``step`` then says, for a cut model, which ops there are and how
+All numbers of a step (its ``StepContext`` and two decisions) are variables, in a fixed order
+(``variables``). The policy's own ``step`` then says, for a cut model, which ops there are and how
 their amounts follow from the variables. What readers get wrong: a trace is not made for a shape of
 step that somebody thought of; it is made for one real step, and its guards say for which others it
 holds as well.
@@ -120,7 +120,7 @@ def _symbolic(step: Step, cut: Cut, tape: Tape) -> Step:
 
     Types are bent here and nowhere else: a symbol stands where the policy declares a number.
     """
-    ctx, now, then = step
+    ctx, _, then = step
     row = variables([step])[0]
     n = ctx.n_batches
     whole = [int(value) for value in row]

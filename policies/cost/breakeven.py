@@ -8,6 +8,7 @@ layers), not about a policy; a policy that copies from pageable memory is slower
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -129,14 +130,14 @@ def break_even(
     step = block.max_new // 2
     decode, best, gain = None, 0, 1.0
     if block.max_new > 1:
-        decode = _phase(costs, block, step, attention, 0)
+        decode = phase_cost(costs, block, step, attention)
         if attention is not Attention.CPU:
             best, gain = _best_recompute(costs, block, step, attention)
     cpu_step_s, wins = _cpu(model, hardware, placement, block, decode)
     return BreakEven(
         n_seqs=block.n_seqs,
         n_ctx=max(_contexts(block, step)) if decode else 0,
-        prefill=_phase(costs, block, 0, attention, 0),
+        prefill=phase_cost(costs, block, 0, attention),
         decode=decode,
         n_recompute=best,
         recompute_gain=gain,
@@ -152,39 +153,43 @@ def _contexts(block: Block, step: int) -> tuple[int, ...]:
     return tuple(b.prompt_len + step - 1 if step else 0 for b in block.batches)
 
 
-def _phase(
-    costs: CostModel, block: Block, step: int, attention: Attention, n_recompute: int
+def phase_cost(
+    costs: CostModel, block: Block, step: int, attention: Attention, n_recompute: int = 0
 ) -> PhaseCost:
     """Resource seconds of one step in which every batch recomputes up to ``n_recompute`` tokens."""
-    layers = range(costs.model.n_layers)
+    n_layers, model = costs.model.n_layers, costs.model
+    # Layers of the same placement and kind cost the same, and so do batches of the same shape.
+    kinds = Counter((costs.placement.weights[i], model.is_moe(i)) for i in range(n_layers))
+    layers = {(costs.placement.weights[i], model.is_moe(i)): i for i in range(n_layers)}
     on_cpu = attention is Attention.CPU and step > 0
     forward = Attention.UNFUSED if attention is Attention.CPU else attention
 
     def total(op: Op) -> float:
-        return sum(costs.seconds(replace(op, layer=i)) for i in layers)
+        return sum(n * costs.seconds(replace(op, layer=layers[kind])) for kind, n in kinds.items())
 
     def move(kind: Kind, n_seqs: int = 0, stop: int = 0) -> float:
         return total(Op(kind, block.index, step, n_seqs=n_seqs, stop=stop))
 
     weights_s, disk_s = move(Kind.LOAD_WEIGHT), move(Kind.READ_WEIGHT)
     kv_s = store_s = compute_s = cpu_s = 0.0
-    for batch, n_ctx in zip(block.batches, _contexts(block, step), strict=True):
+    for batch, times in Counter(block.batches).items():
+        n_ctx = batch.prompt_len + step - 1 if step else 0
         again = min(n_recompute, n_ctx)
         n_new = 1 if step else batch.prompt_len
         n, load = batch.n_seqs, n_ctx - again
-        disk_s += move(Kind.READ_KV, n, load) + move(Kind.WRITE_KV, n, n_new)
-        store_s += move(Kind.STORE_KV, n, n_new)
+        disk_s += times * (move(Kind.READ_KV, n, load) + move(Kind.WRITE_KV, n, n_new))
+        store_s += times * move(Kind.STORE_KV, n, n_new)
         work = Op(Kind.FORWARD, block.index, step, n_seqs=n, n_new=n_new, n_recompute=again,
                   n_ctx=n_ctx, attention=forward)  # fmt: skip
         if on_cpu:
-            cpu_s += total(replace(work, kind=Kind.CPU_ATTEND, stop=n_ctx))
+            cpu_s += times * total(replace(work, kind=Kind.CPU_ATTEND, stop=n_ctx))
             for scope in (Scope.QKV, Scope.OUTPUT, Scope.MLP):
-                compute_s += total(replace(work, scope=scope))
+                compute_s += times * total(replace(work, scope=scope))
         else:
-            kv_s += move(Kind.LOAD_KV, n, load)
-            compute_s += total(work)
-        head = Op(Kind.FORWARD, block.index, step, len(layers), scope=Scope.HEAD, n_seqs=n, n_new=1)
-        compute_s += costs.seconds(head)
+            kv_s += times * move(Kind.LOAD_KV, n, load)
+            compute_s += times * total(work)
+        head = Op(Kind.FORWARD, block.index, step, n_layers, scope=Scope.HEAD, n_seqs=n, n_new=1)
+        compute_s += times * costs.seconds(head)
     return PhaseCost(weights_s, kv_s, store_s, disk_s, compute_s, cpu_s)
 
 
@@ -194,7 +199,7 @@ def _best_recompute(
     """N_r with the smallest bound and its gain over N_r = 0; the fewest tokens among equals."""
 
     def bound_s(n: int) -> float:
-        return _phase(costs, block, step, attention, n).bound_s
+        return phase_cost(costs, block, step, attention, n).bound_s
 
     low, high = 0, max(_contexts(block, step))
     seen = {0: bound_s(0)}

@@ -1,0 +1,231 @@
+"""FlexGen's placement search: a linear program for given batches, and a search over batches.
+
+Weights, KV and activations are cut into shares on GPU, host and disk so that the time of a block,
+by ``policies.cost.flexgen_model``, is least and every tier holds what it is given (papers.md 3.3).
+What readers get wrong: the shares are continuous and tensors are not. The percentages that come out
+are rounded to whole tensors when FlexGen honours them, and what fitted may then not fit any more;
+``best_placement`` leaves room until it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from policies.cost.flexgen_model import SHARES, FlexGenJob, FlexGenRates, FlexGenTimes, Row
+from policies.cost.flexgen_model import flexgen_times as times_of
+from policies.cost.flops import gemm_flops
+from policies.cost.size import act_elems
+from policies.errors import OutOfMemory
+from policies.flexgen import FlexGen
+from policies.placement import ACT_BYTES_PER_ELEM, Placement, Shares, flexgen_placement
+from policies.plan.memory import block_pools, check_run, run_pools
+from policies.plan.op import Attention, Scope, Tier
+from policies.spec.hardware import HardwareProfile
+from policies.spec.workload import Batch, Block
+
+ROOM = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5)  # of each tier, tried in this order
+BATCH_SIZES = (1, 2, 3, 4, *range(8, 129, 8), *range(160, 1025, 32))
+_TIERS = ("gpu", "host", "disk")
+_LESS_THAN_A_TENSOR = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A placement as FlexGen's six percentages, and what its cost model promises of it."""
+
+    job: FlexGenJob
+    percent: tuple[float, ...]
+    shares: tuple[float, ...]
+    block_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second of the block, prefill included."""
+        return self.job.n_seqs * self.job.gen_len / self.block_s
+
+
+def rates_of(
+    hardware: HardwareProfile, job: FlexGenJob, policy: FlexGen
+) -> FlexGenRates:
+    """The rates of FlexGen's model on a machine that has a profile instead of a fit.
+
+    A rate is that of the job's mean kernel: GEMMs of one batch, floored by reading the weights;
+    attention by context. KV that is pageable crosses host copy and link one after the other.
+    """
+    model, s, half = job.model, job.prompt_len, job.prompt_len + job.gen_len / 2
+    loads = job.model.kv_bytes_per_token_layer
+    pair = 2.0 * model.n_heads * (model.qk_dim + model.v_dim)
+    pinned = policy.kv_pinned
+    relay = 1 / (1 / hardware.host_copy.bytes_per_s + 1 / hardware.h2d.bytes_per_s)
+    store = 1 / (1 / hardware.host_copy.bytes_per_s + 1 / hardware.d2h.bytes_per_s)
+    on_cpu = policy.schedule.attention is Attention.CPU
+
+    def gemm(rows: int) -> float:
+        flops = gemm_flops(model, model.n_layers - 1, Scope.LAYER, rows)
+        floor_s = model.layer_bytes(model.n_layers - 1) / hardware.hbm_bytes_per_s
+        return flops / max(flops / hardware.gemm(rows), floor_s)
+
+    return FlexGenRates(
+        h2d_bytes_per_s=hardware.h2d.bytes_per_s,
+        kv_store_bytes_per_s=hardware.d2h.bytes_per_s if pinned else store,
+        hidden_store_bytes_per_s=hardware.d2h.bytes_per_s,
+        disk_read_bytes_per_s=hardware.disk_read.bytes_per_s,
+        kv_write_prefill_bytes_per_s=hardware.disk_write.bytes_per_s,
+        hidden_write_prefill_bytes_per_s=hardware.disk_write.bytes_per_s,
+        write_decode_bytes_per_s=hardware.disk_write.bytes_per_s,
+        matmul_prefill_flops_per_s=gemm(job.batch_size * s),
+        matmul_decode_flops_per_s=gemm(job.batch_size),
+        attention_prefill_flops_per_s=hardware.attention_prefill(s),
+        attention_decode_flops_per_s=hardware.attention_decode(half) * pair / loads,
+        cpu_attention_flops_per_s=hardware.cpu_attention_bytes_per_s * pair / loads,
+        kv_load_bytes_per_s=None if on_cpu else hardware.h2d.bytes_per_s if pinned else relay,
+    )
+
+
+def best_placement(
+    hardware: HardwareProfile, job: FlexGenJob, policy: FlexGen, rates: FlexGenRates | None = None
+) -> Found | None:
+    """The placement of least block time that runs; None where none of ``ROOM`` gives one.
+
+    ``policy`` says what is pinned and where attention runs; its own placement is ignored.
+    """
+    times = times_of(job, rates_of(hardware, job, policy) if rates is None else rates)
+    memory = _memory_rows(hardware, job, policy)
+    for room in ROOM:
+        shares = _solve(times, memory, room, policy)
+        if shares is not None:
+            percent = _percent(shares)
+            if _runs(hardware, job, policy, percent):
+                return Found(job, percent, tuple(shares.tolist()), times.block_s(shares))
+    return None
+
+
+def search(
+    hardware: HardwareProfile,
+    job: FlexGenJob,
+    policy: FlexGen,
+    sizes: Sequence[int] = BATCH_SIZES,
+    max_batches: int = 16,
+) -> Found | None:
+    """The best placement over batch sizes and numbers of batches, by tokens per second.
+
+    ``job`` gives model and lengths. Per batch size, batches are added until throughput drops; sizes
+    grow until one batch no longer runs.
+    """
+    best: Found | None = None
+    for size in sizes:
+        last: Found | None = None
+        for n_batches in range(1, max_batches + 1):
+            found = best_placement(hardware, _resized(job, size, n_batches), policy)
+            if found is None or (last and found.tokens_per_s < last.tokens_per_s):
+                break
+            last = found
+        if last is None:
+            break
+        if best is None or last.tokens_per_s > best.tokens_per_s:
+            best = last
+    return best
+
+
+def _resized(job: FlexGenJob, batch_size: int, n_batches: int) -> FlexGenJob:
+    return FlexGenJob(job.model, job.prompt_len, job.gen_len, batch_size, n_batches)
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """``rows @ shares + fixed_bytes <= room * have_bytes`` per tier."""
+
+    rows: NDArray[np.float64]  # (3, 9)
+    fixed_bytes: Row  # (3,)
+    have_bytes: Row  # (3,)
+
+
+def _memory_rows(hardware: HardwareProfile, job: FlexGenJob, policy: FlexGen) -> _Memory:
+    """What each tier holds, read off the memory plan at the corners of the shares.
+
+    The plan is linear in the shares as long as all layers have the same, so the corners say all.
+    """
+
+    def held(weights: str, kv: str, act: str) -> Row:
+        parts = [Shares(*(float(tier == where) for tier in _TIERS)) for where in (weights, kv, act)]
+        placement = Placement(((parts[0], parts[0]),) * job.model.n_layers, (parts[1],), parts[2])
+        pools = run_pools(job.model, placement, policy.buffers)
+        pools += block_pools(job.model, placement, policy.buffers, _block(job))
+        return np.array([sum(p.nbytes for p in pools if p.tier is Tier(t)) for t in _TIERS], float)
+
+    fixed = held("gpu", "gpu", "gpu")
+    corners = [
+        held("gpu", "gpu", "gpu"), held("host", "gpu", "gpu"), held("disk", "gpu", "gpu"),
+        held("gpu", "gpu", "gpu"), held("gpu", "host", "gpu"), held("gpu", "disk", "gpu"),
+        held("gpu", "gpu", "gpu"), held("gpu", "gpu", "host"), held("gpu", "gpu", "host"),
+    ]  # fmt: skip
+    have = np.array([hardware.usable_bytes(tier) for tier in _TIERS])
+    return _Memory(np.stack([corner - fixed for corner in corners], axis=1), fixed, have)
+
+
+def _block(job: FlexGenJob) -> Block:
+    return Block(0, (Batch(job.batch_size, job.prompt_len),) * job.n_batches, job.gen_len)
+
+
+def _solve(times: FlexGenTimes, memory: _Memory, room: float, policy: FlexGen) -> Row | None:
+    """Shares (9,) of least block time; None where nothing fits.
+
+    Variables are the shares, T_pre and T_gen; both times are bounded below by their rows.
+    """
+    job, n = times.job, len(SHARES)
+    objective = np.zeros(n + 2)
+    objective[n:] = job.model.n_layers * np.array([1.0, job.gen_len - 1.0])
+    prefill = [np.append(row, (-1.0, 0.0)) for row in times.prefill]
+    decode = [np.append(row, (0.0, -1.0)) for row in times.decode]
+    # In units of the tier, so that bytes and seconds are of the same order.
+    scale = np.maximum(memory.have_bytes, 1.0)
+    held = np.hstack([memory.rows / scale[:, None], np.zeros((3, 2))])
+    free = (room * memory.have_bytes - memory.fixed_bytes) / scale
+    sums = np.zeros((3, n + 2))
+    for group in range(3):
+        sums[group, 3 * group : 3 * group + 3] = 1.0
+    bounds = [(0.0, 1.0)] * n + [(0.0, None)] * 2
+    bounds[SHARES.index("h_disk")] = (0.0, 0.0)
+    if policy.schedule.attention is Attention.CPU:
+        bounds[SHARES.index("kv_gpu")] = (0.0, 0.0)
+    found = linprog(
+        objective,
+        A_ub=np.vstack([*prefill, *decode, held]),
+        b_ub=np.concatenate([np.zeros(len(prefill) + len(decode)), free]),
+        A_eq=sums,
+        b_eq=np.ones(3),
+        bounds=bounds,
+        method="highs",
+    )
+    return np.asarray(found.x[:n]) if found.status == 0 else None
+
+
+def _percent(shares: Row) -> tuple[float, ...]:
+    """Six percentages with two digits; what is left of a pair goes to the disk."""
+    out: list[float] = []
+    for gpu, host, disk in shares.reshape(3, 3).tolist():
+        on_gpu = int(1e4 * gpu + 1e-6) / 100  # rounded down: GPU memory is what is short
+        rest = round(100.0 - on_gpu, 2)
+        on_host = rest if disk < _LESS_THAN_A_TENSOR else min(rest, int(1e4 * host + 1e-6) / 100)
+        out += [on_gpu, on_host]
+    return tuple(out)
+
+
+def _runs(
+    hardware: HardwareProfile, job: FlexGenJob, policy: FlexGen, percent: tuple[float, ...]
+) -> bool:
+    blocks = (_block(job),)
+    placement = flexgen_placement(job.model, blocks, percent)
+    try:
+        check_run(job.model, hardware, placement, policy.buffers, blocks)
+    except OutOfMemory:
+        return False
+    return True
