@@ -12,11 +12,11 @@ from typing import Any
 
 import pandas as pd
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from experiments.load import CHOICES, OVERRIDE, SIZES
 
-_NARROW = 110  # below this many characters the last columns are left out
 _REASON = 40  # characters of a failure's reason; results.csv has all of it
 _KEYS = (*CHOICES, *SIZES)
 
@@ -34,18 +34,18 @@ class _Column:
     name: str
     title: str
     show: Callable[[Any], str]
-    wide: bool = False  # only where there is room
+    rank: int = 0  # of the columns that do not fit, the highest ranks are left out first
 
 
 _MEASURES = (
     _Column("prefill_tokens_per_s", "prefill\ntok/s", significant),
     _Column("decode_tokens_per_s", "decode\ntok/s", significant),
-    _Column("ttft_s", "TTFT\ns", significant, wide=True),
-    _Column("tpot_s", "TPOT\ns", significant, wide=True),
+    _Column("ttft_s", "TTFT\ns", significant, rank=2),
+    _Column("tpot_s", "TPOT\ns", significant, rank=3),
     _Column("bottleneck", "waits\nmost on", lambda v: str(v).replace("h2d_", "H2D ")),
-    _Column("bound_ratio", "x lower\nbound", lambda v: f"{v:.2f}", wide=True),
-    _Column("n_recompute_mean", "mean\nN_r", lambda v: f"{v:.0f}"),
-    _Column("solve_s", "solve\nms", lambda v: f"{1e3 * v:.0f}", wide=True),
+    _Column("bound_ratio", "x lower\nbound", lambda v: f"{v:.2f}", rank=4),
+    _Column("n_recompute_mean", "mean\nN_r", lambda v: f"{v:.0f}", rank=1),
+    _Column("solve_s", "solve\nms", lambda v: f"{1e3 * v:.0f}", rank=5),
 )
 
 
@@ -58,7 +58,14 @@ def swept_columns(results: pd.DataFrame) -> list[str]:
     own = [str(name) for name in results if str(name).startswith(OVERRIDE)]
     own = [name for name in own if _short(name) not in results or _short(name) == "n_batches"]
     names = [name for name in [*_KEYS, *own] if name in results and name != "n_batches"]
-    return [name for name in names if results[name].nunique() > 1]
+    varied = [name for name in names if results[name].nunique() > 1]
+    # An override that only names the policy in other words says nothing new.
+    return [name for name in varied if name not in own or not _same_as_policy(results, name)]
+
+
+def _same_as_policy(results: pd.DataFrame, name: str) -> bool:
+    pairs = len(results[[name, "policy"]].drop_duplicates())
+    return pairs == results["policy"].nunique() == results[name].nunique()
 
 
 def status_text(row: pd.Series) -> str:
@@ -78,19 +85,32 @@ def _gigabytes(nbytes: float) -> str:
 
 
 def comparison(results: pd.DataFrame, title: str, width: int) -> Table:
-    """A rich table of a sweep for a terminal of ``width`` characters."""
+    """A rich table of a sweep for a terminal of ``width`` characters.
+
+    Measures that do not fit beside what was swept are left out; ``results.csv`` has them all.
+    """
+    measures = [column for column in _MEASURES if column.name in results]
+    console = Console(width=10 * width)
+    while True:
+        table = _table(results, title, measures)
+        needed = table.__rich_measure__(console, console.options).maximum
+        least = max((column.rank for column in measures), default=0)
+        if needed <= width or not least:
+            return table
+        measures = [column for column in measures if column.rank != least]
+
+
+def _table(results: pd.DataFrame, title: str, measures: list[_Column]) -> Table:
     swept = swept_columns(results)
-    measures = [c for c in _MEASURES if c.name in results and (width >= _NARROW or not c.wide)]
     table = Table(title=title, caption=_caption(results, swept), box=box.SIMPLE_HEAD,
                   title_justify="left", caption_justify="left", padding=(0, 1, 0, 0))  # fmt: skip
     for name in swept:
-        group = name in CHOICES
         heading = _short(name).replace("_", "\n")
-        table.add_column(heading, justify="left" if group else "right", no_wrap=group)
+        table.add_column(heading, justify="left" if name in CHOICES else "right", no_wrap=True)
     for column in measures:
         text = column.name == "bottleneck"
         table.add_column(column.title, justify="left" if text else "right", no_wrap=True)
-    table.add_column("status", min_width=12, max_width=26)
+    table.add_column("status", min_width=2, max_width=26)
     for _, row in results.iterrows():
         cells = [_cell(row[name]) for name in swept]
         cells += [_shown(column, row[column.name]) for column in measures]

@@ -19,10 +19,9 @@ from scipy.optimize import linprog
 from policies.cost.flexgen_model import SHARES, FlexGenJob, FlexGenRates, FlexGenTimes, Row
 from policies.cost.flexgen_model import flexgen_times as times_of
 from policies.cost.flops import gemm_flops
-from policies.cost.size import act_elems
 from policies.errors import OutOfMemory
 from policies.flexgen import FlexGen
-from policies.placement import ACT_BYTES_PER_ELEM, Placement, Shares, flexgen_placement
+from policies.placement import Placement, Shares, flexgen_placement
 from policies.plan.memory import block_pools, check_run, run_pools
 from policies.plan.op import Attention, Scope, Tier
 from policies.spec.hardware import HardwareProfile

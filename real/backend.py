@@ -8,11 +8,13 @@ decisions says how long.
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -206,13 +208,22 @@ class RealBackend:
         if setup.device.type == "cuda":
             self._clock = CudaClock(found.linked, setup.device)
             buffers.load_prompts(setup.dealt)
-            with torch.cuda.stream(self._clock.streams[Lane.COMPUTE]):
-                for index in warm_up_ops([item.op for item in found.linked]):
-                    self._runs[index]()
-            torch.cuda.synchronize(setup.device)
+            # cuBLAS and cuDNN keep handles and workspaces per thread and hand those of a thread
+            # that ended to the next one: a thread of its own leaves them to the compute lane.
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self._warm_up, found, self._clock).result()
         else:
             self._clock = HostClock(len(found.linked))
         self.logits.clear()
+
+    def _warm_up(self, found: Scan, clock: CudaClock) -> None:
+        """Run one forward of each shape on the compute stream; what they write is not read."""
+        torch.cuda.synchronize(self.setup.device)  # weights and prompts came on another stream
+        with torch.inference_mode():
+            clock.bind(Lane.COMPUTE)
+            for index in warm_up_ops([item.op for item in found.linked]):
+                self._runs[index]()
+        torch.cuda.synchronize(self.setup.device)
 
     def _keep(self, block: int, step: int, batch: int, logits: Tensor) -> None:
         self.logits[block, step, batch] = logits.clone()
@@ -285,6 +296,7 @@ class RealBackend:
         self._buffers = self._scan = self._clock = None
         self._runs = []
         self.logits = {}
+        gc.collect()  # the arena's memory is unmapped when its last view goes
         if self.setup.device.type == "cuda":
             torch.cuda.empty_cache()
 

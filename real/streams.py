@@ -9,6 +9,7 @@ op of a lane to a later one.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,9 @@ from policies.plan.op import LANE_OF, Lane
 
 CUDA_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
 _HOP_S = 1.0
+# Ops that a lane may have under way. Far enough to never run dry; and a stream whose queue is full
+# would block its thread in a call that keeps the interpreter to itself.
+_AHEAD = 32
 
 
 class CudaClock:
@@ -33,12 +37,15 @@ class CudaClock:
             for events in (self._starts, self._ends):
                 events.append(_event(self.streams[lane]) if lane in CUDA_LANES else None)
         self._host_s = [[0.0, 0.0] for _ in linked]
+        self._issued: dict[Lane, deque[int]] = {lane: deque() for lane in CUDA_LANES}
         self._base = _event(self.streams[Lane.COMPUTE])
         self._base_s = 0.0
 
     def begin(self) -> None:
         """Time zero is now, on an idle device."""
         torch.cuda.synchronize(self._device)
+        for issued in self._issued.values():
+            issued.clear()
         self._base.record(self.streams[Lane.COMPUTE])
         self._base.synchronize()
         self._base_s = time.perf_counter()
@@ -60,12 +67,18 @@ class CudaClock:
             event.synchronize()
 
     def start(self, lane: Lane, index: int) -> None:
-        """Record the start event, or the host's time."""
+        """Record the start event, or the host's time; first wait if too much is under way."""
         event = self._starts[index]
         if event is None:
             self._host_s[index][0] = time.perf_counter()
-        else:
-            event.record(self.streams[lane])
+            return
+        issued = self._issued[lane]
+        if len(issued) == _AHEAD:
+            oldest = self._ends[issued.popleft()]
+            if oldest is not None:
+                oldest.synchronize()
+        issued.append(index)
+        event.record(self.streams[lane])
 
     def end(self, lane: Lane, index: int) -> None:
         """Record the end event, or the host's time."""

@@ -93,9 +93,11 @@ def serve(
     try:
         env.run(until=fleet.done)
     except RuntimeError as error:
-        if isinstance(error, ServingStalled) or fleet.done.triggered:
+        if fleet.done.triggered:
             raise
         raise ServingStalled(fleet.waits()) from error
+    if fleet.error is not None:
+        raise fleet.error
     servers = fleet.servers
     return ServeRun(
         iterations=logs[0],
@@ -124,6 +126,7 @@ class _Fleet:
         progress: Callable[[int, int], None],
     ) -> None:
         self.clients: Clients | None = None
+        self.error: Exception | None = None
         self.done = env.event()
         self._env = env
         self._spec = spec
@@ -166,6 +169,7 @@ class _Fleet:
             self.block_tokens,
             logs,
             self._ended,
+            self._failed,
         )
 
     def submit(self, turn: Turn) -> None:
@@ -183,6 +187,11 @@ class _Fleet:
         if self.clients is not None:
             self.clients.ended(turn)
         if self._n_ended == self._n_turns:
+            self.done.succeed()
+
+    def _failed(self, error: Exception) -> None:
+        self.error = error
+        if not self.done.triggered:
             self.done.succeed()
 
     def waits(self) -> str:

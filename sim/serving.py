@@ -36,8 +36,8 @@ class Server:
     """A machine with its queue, memory, store and running requests.
 
     ``plant`` is what an iteration costs, ``belief`` what the prefix policy thinks that it does.
-    ``ended`` is called with a turn when it has ended (or was rejected). ``n_waiting`` and
-    ``n_running`` count requests.
+    ``ended`` is called with a turn when it has ended (or was rejected), ``failed`` with the error
+    that stops the machine. ``n_waiting`` and ``n_running`` count requests.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Server:
         block_tokens: int,
         logs: tuple[Log, Log],
         ended: Callable[[Turn], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self.index = index
         self.plant = plant
@@ -70,6 +71,7 @@ class Server:
         self._block_tokens = block_tokens
         self._iterations, self._requests = logs
         self._ended = ended
+        self._failed = failed
         self._queue: list[Waiting] = []  # the window that policies see
         self._behind: deque[Waiting] = deque()
         self._waiting_tokens = (0, 0)  # cached, new
@@ -157,6 +159,13 @@ class Server:
     # ---- the process ----------------------------------------------------------------------
 
     def _serve(self) -> Generator[Event, None, None]:
+        """The process; SimPy would rebuild an exception from its text, so it is handed over."""
+        try:
+            yield from self._iterate()
+        except Exception as error:
+            self._failed(error)
+
+    def _iterate(self) -> Generator[Event, None, None]:
         env, options = self._env, self.options
         duplex = self.plant.hardware.duplex
         while True:

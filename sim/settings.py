@@ -37,7 +37,7 @@ from sim.job import WorkloadSpec
 from sim.run import RunSpec
 
 GROUPS = ("model", "hardware", "workload", "policy")
-_READ_HERE = (*GROUPS, "seed", "trace", "belief")
+_READ_HERE = (*GROUPS, "seed", "trace", "engine", "belief")
 READ_BY_SERVING = ("mode", "serve", "admission", "prefix", "routing", "fleet")
 _READ_BY_SWEEPS = AROUND
 
@@ -60,6 +60,7 @@ def build(config: Mapping[str, object], overrides: Collection[str] = ()) -> RunS
         workload=_workload(group_of(config, "workload")),
         belief=belief_of(group_of(config, "hardware"), config.get("belief")),
         trace=typed("trace", str, config.get("trace", "auto")),
+        engine=typed("engine", str, config.get("engine", "auto")),
         seed=seed,
     )
 

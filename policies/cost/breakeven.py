@@ -154,9 +154,18 @@ def _contexts(block: Block, step: int) -> tuple[int, ...]:
 
 
 def phase_cost(
-    costs: CostModel, block: Block, step: int, attention: Attention, n_recompute: int = 0
+    costs: CostModel,
+    block: Block,
+    step: int,
+    attention: Attention,
+    n_recompute: int = 0,
+    stores: bool = True,
 ) -> PhaseCost:
-    """Resource seconds of one step in which every batch recomputes up to ``n_recompute`` tokens."""
+    """Resource seconds of one step in which every batch recomputes up to ``n_recompute`` tokens.
+
+    With ``stores`` false no KV leaves the GPU: so it is in a block's last step, and so it may be
+    wherever the next step recomputes.
+    """
     n_layers, model = costs.model.n_layers, costs.model
     # Layers of the same placement and kind cost the same, and so do batches of the same shape.
     kinds = Counter((costs.placement.weights[i], model.is_moe(i)) for i in range(n_layers))
@@ -177,8 +186,9 @@ def phase_cost(
         again = min(n_recompute, n_ctx)
         n_new = 1 if step else batch.prompt_len
         n, load = batch.n_seqs, n_ctx - again
-        disk_s += times * (move(Kind.READ_KV, n, load) + move(Kind.WRITE_KV, n, n_new))
-        store_s += times * move(Kind.STORE_KV, n, n_new)
+        out = n_new if stores else 0
+        disk_s += times * (move(Kind.READ_KV, n, load) + move(Kind.WRITE_KV, n, out))
+        store_s += times * move(Kind.STORE_KV, n, out)
         work = Op(Kind.FORWARD, block.index, step, n_seqs=n, n_new=n_new, n_recompute=again,
                   n_ctx=n_ctx, attention=forward)  # fmt: skip
         if on_cpu:

@@ -62,7 +62,7 @@ def check(run, rows, capacity, budget, prefill_only=False):
     computed = sum(
         log.column(n) for n in ("n_decode", "n_prefill_tokens", "n_recompute_tokens")
     )
-    assert (computed <= budget).all() or (log.column("n_decode") > budget).any()
+    assert (computed <= budget).all()
     assert (computed > 0).all()
     if not requests_.column("n_preempted").any():
         assert log.column("n_prefill_tokens").sum() == sum(rows[i][1] for i in served)
@@ -72,7 +72,7 @@ def check(run, rows, capacity, budget, prefill_only=False):
         assert log.column("n_load_tokens").sum() == (cached - recomputed).sum()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     rows=ROWS,
     admission=st.sampled_from(sorted(ADMISSIONS)),
@@ -99,7 +99,7 @@ def test_preempted_requests_end_too(admission):
     check(run, rows, 1100, 256)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.lists(
         st.lists(st.tuples(st.integers(1, 300), st.integers(1, 30)), min_size=1, max_size=6),

@@ -24,6 +24,7 @@ from policies.trace.span import Trace
 from real.architecture import DTYPES
 from real.backend import Arenas, RealBackend, Setup
 from real.layout import Shape
+from real.weights import Source
 from tests.policies_table import SMALL
 
 torch.set_num_threads(1)
@@ -146,6 +147,7 @@ def run(
     delay_seed: int | None = None,
     steps_run: int | None = None,
     keep: bool = False,
+    source: Source | None = None,
 ) -> Outcome:
     """Run a policy; poison is on unless said otherwise."""
     model = in_dtype(model, dtype)
@@ -160,7 +162,7 @@ def run(
         blocks,
         DTYPES[dtype],
         device,
-        Drawn(DTYPES[dtype], device),
+        source or Drawn(DTYPES[dtype], device),
         job.prompts,
         disk_dir=disk_dir,
         poison=poison,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from policies.plan.op import Lane
 from policies.spec.workload import Batch, Block
 from policies.trace.metrics import metrics
 from real.arena import HostArena
+from real.checkpoint import Random
 from tests.lossless.engine import FAMILIES, JOBS, UNIFORM, Job, Outcome, job, run
 from tests.lossless.test_every_policy import VARIANTS, expected, plain
 from tests.policies_table import SMALL, FixedRecompute
@@ -100,7 +102,8 @@ BIG_JOB = job([Block(0, (Batch(16, 1024),) * 3, 6)], vocab=2048)
 
 def big(policy: Policy, work: Job = BIG_JOB) -> Outcome:
     roomy = replace(SMALL, gpu_bytes=100e9, host_bytes=100e9)
-    return run(BIG, work, policy, "float16", device=CUDA, hardware=roomy, poison=False, keep=True)
+    return run(BIG, work, policy, "float16", device=CUDA, hardware=roomy, poison=False, keep=True,
+               source=Random(0, torch.float16, CUDA))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_copies_and_compute_overlap() -> None:
     assert busy[Lane.H2D] + busy[Lane.COMPUTE] > 1.1, busy
     lanes = {lane: [s for s in trace.spans if s.lane is lane] for lane in Lane}
     for spans in lanes.values():
-        for one, two in zip(spans, spans[1:], strict=False):
+        for one, two in pairwise(spans):
             assert two.start_s >= one.end_s - 20e-6, (one.key, two.key)
 
 

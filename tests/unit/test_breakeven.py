@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from policies.cost.balance import n_recompute_closed_form
-from policies.cost.breakeven import BreakEven, PhaseCost, _phase, break_even
+from policies.cost.breakeven import BreakEven, PhaseCost, phase_cost, break_even
 from policies.cost.flops import gemm_flops
 from policies.cost.model import CostModel
 from policies.placement import ON_GPU, ON_HOST, Placement, Shares
@@ -93,7 +93,7 @@ def test_the_scan_finds_the_best_recompute_of_all():
     best = found(block=block)
     placement = placed(OPT, ON_HOST, ON_HOST)
     costs = CostModel(OPT, RTX3090, placement)
-    bounds = [_phase(costs, block, 16, Attention.FUSED, n).bound_s for n in range(216)]
+    bounds = [phase_cost(costs, block, 16, Attention.FUSED, n).bound_s for n in range(216)]
     assert best.recompute_gain == pytest.approx(bounds[0] / min(bounds), rel=1e-3)
     assert best.recompute_gain == pytest.approx(bounds[0] / bounds[best.n_recompute])
     assert best.recompute_gain > 1.0

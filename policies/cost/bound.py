@@ -1,0 +1,113 @@
+"""A lower bound on the time of a run, from its placement alone: what pruning a search rests on.
+
+Per block and phase, the seconds of the busiest resource (``breakeven.phase_cost``) with perfect
+overlap; a policy that may recompute is granted the best tail, and that it never stores. What
+readers get wrong: a phase is not alone. While prefill ends, the weights of the first decode layers
+may be loading already, so decode is bounded by a little less than its own work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from policies.accelerate import Accelerate
+from policies.cost.breakeven import PhaseCost, phase_cost
+from policies.cost.model import CostModel
+from policies.drive import Policy
+from policies.flexgen import FlexGen
+from policies.plan.op import Attention
+from policies.spec.workload import Block
+
+
+@dataclass(frozen=True, slots=True)
+class RunBound:
+    """Least seconds of a run over all its blocks.
+
+    ``tpot_s`` bounds the mean over sequences of decode time per decode step, None without decode.
+    """
+
+    prefill_s: float
+    decode_s: float
+    makespan_s: float
+    tpot_s: float | None
+
+
+def may_recompute(policy: Policy) -> bool:
+    """Whether a policy may recompute cached tokens; one that is not known may."""
+    if isinstance(policy, FlexGen | Accelerate):
+        return False
+    return bool(getattr(policy, "distributor", True))
+
+
+def run_bound(policy: Policy, costs: CostModel, blocks: Sequence[Block]) -> RunBound:
+    """The bound of ``blocks``, as ``policy.blocks`` gives them, under ``costs.placement``."""
+    prefill_s = decode_s = makespan_s = tpot_weight = 0.0
+    tpot_seqs = 0
+    shapes = Counter((b.batches, b.max_new, costs.placement.kv[b.index]) for b in blocks)
+    first = {(b.batches, b.max_new, costs.placement.kv[b.index]): b for b in reversed(blocks)}
+    attention, recompute = policy.buffers.attention, may_recompute(policy)
+    for shape, times in shapes.items():
+        block = first[shape]
+        steps = block.max_new - 1
+        stores = not recompute and steps > 0
+        before = phase_cost(costs, block, 0, attention, stores=stores)
+        prefill_s += times * before.bound_s
+        lanes = _lanes(before)
+        if steps:
+            decode = _decode_lanes(costs, block, attention, recompute)
+            # Two slots: at most two layers' inputs arrive while prefill still runs.
+            early = 2.0 / (steps * costs.model.n_layers)
+            block_s = max(decode) * max(0.0, 1.0 - early)
+            decode_s += times * block_s
+            tpot_weight += times * block.n_seqs * block_s / steps
+            tpot_seqs += times * block.n_seqs
+            lanes = tuple(a + b for a, b in zip(lanes, decode, strict=True))
+        makespan_s += times * max(lanes)
+    return RunBound(
+        prefill_s, decode_s, makespan_s, tpot_weight / tpot_seqs if tpot_seqs else None
+    )
+
+
+def _lanes(cost: PhaseCost) -> tuple[float, ...]:
+    return cost.h2d_s, cost.store_s, cost.disk_s, cost.compute_s, cost.cpu_s
+
+
+def _decode_lanes(
+    costs: CostModel, block: Block, attention: Attention, recompute: bool
+) -> tuple[float, ...]:
+    """Seconds per lane of all decode steps, each as long as the middle one.
+
+    Lane times are linear in the context or convex, so the mean step is no longer than their mean.
+    """
+    steps, middle = block.max_new - 1, block.max_new // 2
+    if recompute and attention is not Attention.CPU:
+        cost = _best_tail(costs, block, middle, attention)
+        return tuple(steps * seconds for seconds in _lanes(cost))
+    loads = phase_cost(costs, block, middle, attention, stores=False)
+    stores = phase_cost(costs, block, middle, attention).store_s
+    lanes = [steps * seconds for seconds in _lanes(loads)]
+    lanes[1] = (steps - 1) * stores  # the last step stores nothing
+    return tuple(lanes)
+
+
+def _best_tail(costs: CostModel, block: Block, step: int, attention: Attention) -> PhaseCost:
+    """The step with the tail that balances transfers and compute.
+
+    Transfers fall and compute grows with the tail, so the best is where they cross.
+    """
+
+    def at(n: int) -> PhaseCost:
+        return phase_cost(costs, block, step, attention, n, stores=False)
+
+    low, high = 0, max(b.prompt_len for b in block.batches) + step - 1
+    least, most = at(low), at(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        cost = at(middle)
+        if cost.compute_s < max(cost.h2d_s, cost.disk_s):
+            low, least = middle, cost
+        else:
+            high, most = middle, cost
+    return min(least, most, key=lambda cost: cost.bound_s)
