@@ -4,7 +4,7 @@ Weights, KV and activations are cut into shares on GPU, host and disk so that th
 by ``policies.cost.flexgen_model``, is least and every tier holds what it is given (papers.md 3.3).
 What readers get wrong: the shares are continuous and tensors are not. The percentages that come out
 are rounded to whole tensors when FlexGen honours them, and what fitted may then not fit any more;
-``best_placement`` leaves room until it does.
+``PlacementSearch`` leaves room in the tier that is too full until it does.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from policies.cost.flexgen_model import flexgen_times as times_of
 from policies.cost.flops import gemm_flops
 from policies.errors import OutOfMemory
 from policies.flexgen import FlexGen
-from policies.placement import Placement, Shares, flexgen_placement
-from policies.plan.memory import block_pools, check_run, run_pools
+from policies.placement import ON_GPU, Placement, Shares, flexgen_placement
+from policies.plan.memory import Pool, block_pools, check_run, run_pools
 from policies.plan.op import Attention, Scope, Tier
 from policies.spec.hardware import HardwareProfile
+from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
 
-ROOM = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5)  # of each tier, tried in this order
+LESS_ROOM = 0.93  # of what a tier may hold, each time that its rounded placement did not fit
+TRIES = 12
 BATCH_SIZES = (1, 2, 3, 4, *range(8, 129, 8), *range(160, 1025, 32))
 _TIERS = ("gpu", "host", "disk")
 _LESS_THAN_A_TENSOR = 1e-6
+_TIE_BREAK = 1e-5  # of the block time with everything on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,7 @@ class Found:
         return self.job.n_seqs * self.job.gen_len / self.block_s
 
 
-def rates_of(
-    hardware: HardwareProfile, job: FlexGenJob, policy: FlexGen
-) -> FlexGenRates:
+def rates_of(hardware: HardwareProfile, job: FlexGenJob, policy: FlexGen) -> FlexGenRates:
     """The rates of FlexGen's model on a machine that has a profile instead of a fit.
 
     A rate is that of the job's mean kernel: GEMMs of one batch, floored by reading the weights;
@@ -86,53 +87,108 @@ def rates_of(
     )
 
 
-def best_placement(
-    hardware: HardwareProfile, job: FlexGenJob, policy: FlexGen, rates: FlexGenRates | None = None
-) -> Found | None:
-    """The placement of least block time that runs; None where none of ``ROOM`` gives one.
+class PlacementSearch:
+    """Placements of one model on one machine; ``policy``'s own placement is ignored.
 
-    ``policy`` says what is pinned and where attention runs; its own placement is ignored.
+    ``policy`` says what is pinned and where attention runs. ``rates`` None: those of ``hardware``.
     """
-    times = times_of(job, rates_of(hardware, job, policy) if rates is None else rates)
-    memory = _memory_rows(hardware, job, policy)
-    for room in ROOM:
-        shares = _solve(times, memory, room, policy)
-        if shares is not None:
+
+    def __init__(
+        self,
+        hardware: HardwareProfile,
+        model: ModelSpec,
+        policy: FlexGen,
+        rates: FlexGenRates | None = None,
+    ) -> None:
+        self.hardware, self.model, self.policy, self.rates = hardware, model, policy, rates
+        self._weights = np.stack([self._weight_bytes(tier) for tier in _TIERS], axis=1)
+
+    def best(self, job: FlexGenJob) -> Found | None:
+        """The placement of least block time that runs; None where ``TRIES`` do not find one."""
+        rates = rates_of(self.hardware, job, self.policy) if self.rates is None else self.rates
+        times = times_of(job, rates)
+        memory = self._memory(job)
+        room = np.ones(len(_TIERS))
+        for _ in range(TRIES):
+            shares = _solve(times, memory, room, self.policy)
+            if shares is None:
+                return None
             percent = _percent(shares)
-            if _runs(hardware, job, policy, percent):
+            full = self._full_tier(job, percent)
+            if full is None:
                 return Found(job, percent, tuple(shares.tolist()), times.block_s(shares))
-    return None
+            room[_TIERS.index(full)] *= LESS_ROOM
+        return None
 
+    def over_batches(
+        self,
+        prompt_len: int,
+        gen_len: int,
+        sizes: Sequence[int] = BATCH_SIZES,
+        max_batches: int = 16,
+    ) -> Found | None:
+        """The best placement over batch sizes and numbers of batches, by tokens per second.
 
-def search(
-    hardware: HardwareProfile,
-    job: FlexGenJob,
-    policy: FlexGen,
-    sizes: Sequence[int] = BATCH_SIZES,
-    max_batches: int = 16,
-) -> Found | None:
-    """The best placement over batch sizes and numbers of batches, by tokens per second.
-
-    ``job`` gives model and lengths. Per batch size, batches are added until throughput drops; sizes
-    grow until one batch no longer runs.
-    """
-    best: Found | None = None
-    for size in sizes:
-        last: Found | None = None
-        for n_batches in range(1, max_batches + 1):
-            found = best_placement(hardware, _resized(job, size, n_batches), policy)
-            if found is None or (last and found.tokens_per_s < last.tokens_per_s):
+        Per batch size, batches are added until throughput drops; sizes grow until one batch no
+        longer runs.
+        """
+        best: Found | None = None
+        for size in sizes:
+            last: Found | None = None
+            for n_batches in range(1, max_batches + 1):
+                found = self.best(FlexGenJob(self.model, prompt_len, gen_len, size, n_batches))
+                if found is None or (last and found.tokens_per_s < last.tokens_per_s):
+                    break
+                last = found
+            if last is None:
                 break
-            last = found
-        if last is None:
-            break
-        if best is None or last.tokens_per_s > best.tokens_per_s:
-            best = last
-    return best
+            if best is None or last.tokens_per_s > best.tokens_per_s:
+                best = last
+        return best
+
+    # ---- memory ---------------------------------------------------------------------------
+
+    def _weight_bytes(self, where: str) -> Row:
+        """Bytes per tier of weights, and the slots that they need, if all lie in ``where``."""
+        share = _all_in(where)
+        placement = Placement(((share, share),) * self.model.n_layers, (ON_GPU,))
+        return _per_tier(run_pools(self.model, placement, self.policy.buffers))
+
+    def _memory(self, job: FlexGenJob) -> _Memory:
+        """What each tier holds, read off the memory plan at the corners of the shares.
+
+        The plan is linear in the shares as long as all layers have the same, so corners say all.
+        """
+
+        def held(kv: str, act: str) -> Row:
+            weights = ((ON_GPU, ON_GPU),) * self.model.n_layers
+            placement = Placement(weights, (_all_in(kv),), _all_in(act))
+            return _per_tier(block_pools(self.model, placement, self.policy.buffers, _block(job)))
+
+        kv = np.stack([held(tier, "gpu") for tier in _TIERS], axis=1)
+        act = np.stack([held("gpu", tier) for tier in ("gpu", "host", "host")], axis=1)
+        # Each group of shares sums to 1: two of the three corners hold the block's fixed bytes.
+        rows = np.hstack([self._weights, kv, act])
+        have = np.array([self.hardware.usable_bytes(tier) for tier in _TIERS])
+        return _Memory(rows, -kv[:, 0], have)
+
+    def _full_tier(self, job: FlexGenJob, percent: tuple[float, ...]) -> str | None:
+        """The tier that does not hold what rounding to whole tensors gives it; None if all do."""
+        blocks = (_block(job),)
+        placement = flexgen_placement(self.model, blocks, percent)
+        try:
+            check_run(self.model, self.hardware, placement, self.policy.buffers, blocks)
+        except OutOfMemory as error:
+            return error.tier
+        return None
 
 
-def _resized(job: FlexGenJob, batch_size: int, n_batches: int) -> FlexGenJob:
-    return FlexGenJob(job.model, job.prompt_len, job.gen_len, batch_size, n_batches)
+def _all_in(where: str) -> Shares:
+    return Shares(*(float(tier == where) for tier in _TIERS))
+
+
+def _per_tier(pools: list[Pool]) -> Row:
+    return np.array([sum(p.nbytes for p in pools if p.tier is Tier(t)) for t in _TIERS], float)
 
 
 # ---- the program ---------------------------------------------------------------------------------
@@ -147,34 +203,11 @@ class _Memory:
     have_bytes: Row  # (3,)
 
 
-def _memory_rows(hardware: HardwareProfile, job: FlexGenJob, policy: FlexGen) -> _Memory:
-    """What each tier holds, read off the memory plan at the corners of the shares.
-
-    The plan is linear in the shares as long as all layers have the same, so the corners say all.
-    """
-
-    def held(weights: str, kv: str, act: str) -> Row:
-        parts = [Shares(*(float(tier == where) for tier in _TIERS)) for where in (weights, kv, act)]
-        placement = Placement(((parts[0], parts[0]),) * job.model.n_layers, (parts[1],), parts[2])
-        pools = run_pools(job.model, placement, policy.buffers)
-        pools += block_pools(job.model, placement, policy.buffers, _block(job))
-        return np.array([sum(p.nbytes for p in pools if p.tier is Tier(t)) for t in _TIERS], float)
-
-    fixed = held("gpu", "gpu", "gpu")
-    corners = [
-        held("gpu", "gpu", "gpu"), held("host", "gpu", "gpu"), held("disk", "gpu", "gpu"),
-        held("gpu", "gpu", "gpu"), held("gpu", "host", "gpu"), held("gpu", "disk", "gpu"),
-        held("gpu", "gpu", "gpu"), held("gpu", "gpu", "host"), held("gpu", "gpu", "host"),
-    ]  # fmt: skip
-    have = np.array([hardware.usable_bytes(tier) for tier in _TIERS])
-    return _Memory(np.stack([corner - fixed for corner in corners], axis=1), fixed, have)
-
-
 def _block(job: FlexGenJob) -> Block:
     return Block(0, (Batch(job.batch_size, job.prompt_len),) * job.n_batches, job.gen_len)
 
 
-def _solve(times: FlexGenTimes, memory: _Memory, room: float, policy: FlexGen) -> Row | None:
+def _solve(times: FlexGenTimes, memory: _Memory, room: Row, policy: FlexGen) -> Row | None:
     """Shares (9,) of least block time; None where nothing fits.
 
     Variables are the shares, T_pre and T_gen; both times are bounded below by their rows.
@@ -182,6 +215,9 @@ def _solve(times: FlexGenTimes, memory: _Memory, room: float, policy: FlexGen) -
     job, n = times.job, len(SHARES)
     objective = np.zeros(n + 2)
     objective[n:] = job.model.n_layers * np.array([1.0, job.gen_len - 1.0])
+    on_host = np.array([float(name.endswith("host")) for name in SHARES])
+    for name in ("w_disk", "kv_disk"):  # of placements as fast as each other, not the one on disk
+        objective[SHARES.index(name)] = _TIE_BREAK * times.block_s(on_host)
     prefill = [np.append(row, (-1.0, 0.0)) for row in times.prefill]
     decode = [np.append(row, (0.0, -1.0)) for row in times.decode]
     # In units of the tier, so that bytes and seconds are of the same order.
@@ -204,7 +240,7 @@ def _solve(times: FlexGenTimes, memory: _Memory, room: float, policy: FlexGen) -
         bounds=bounds,
         method="highs",
     )
-    return np.asarray(found.x[:n]) if found.status == 0 else None
+    return None if found.status != 0 or found.x is None else np.asarray(found.x[:n])
 
 
 def _percent(shares: Row) -> tuple[float, ...]:
@@ -216,15 +252,3 @@ def _percent(shares: Row) -> tuple[float, ...]:
         on_host = rest if disk < _LESS_THAN_A_TENSOR else min(rest, int(1e4 * host + 1e-6) / 100)
         out += [on_gpu, on_host]
     return tuple(out)
-
-
-def _runs(
-    hardware: HardwareProfile, job: FlexGenJob, policy: FlexGen, percent: tuple[float, ...]
-) -> bool:
-    blocks = (_block(job),)
-    placement = flexgen_placement(job.model, blocks, percent)
-    try:
-        check_run(job.model, hardware, placement, policy.buffers, blocks)
-    except OutOfMemory:
-        return False
-    return True

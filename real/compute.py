@@ -14,12 +14,14 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from policies import slots
 from policies.errors import PlanError
 from policies.plan.op import Attention, Kind, Op, Scope, Slot
 from real.attention import Attend, fused, on_cpu, unfused
 from real.buffers import BatchState, Buffers, places_of
 from real.model import AttentionCall, AttentionWeights, Decoder, MlpWeights
-from real.scan import Rows, is_home, kv_slots
+from real.names import is_kv_home, loaded_kv, resident_kv, stored_kv, weight_slot
+from real.scan import Rows
 
 W = TypeVar("W", AttentionWeights, MlpWeights)
 Run = Callable[[], object]
@@ -59,7 +61,7 @@ class Compute:
         if op.scope is Scope.HEAD:
             return self._head(op)
         rows = Rows(op.n_ctx - op.n_recompute, op.n_ctx + op.n_new)
-        hidden = self._b.hidden(self._hidden(op), rows.n_tokens * op.n_seqs)  # [T * S, d]
+        hidden = self._b.hidden(slots.hidden(op.batch), rows.n_tokens * op.n_seqs)  # [T * S, d]
         runs: list[Run] = []
         first = op.scope in (Scope.LAYER, Scope.ATTENTION, Scope.QKV)
         if first and op.layer == 0:
@@ -69,8 +71,7 @@ class Compute:
         elif op.scope is Scope.QKV:
             runs += self._project(op, rows, hidden)
         elif op.scope is Scope.OUTPUT:
-            attended = next(s for s in op.reads if s.name.startswith("gpu/attended/"))
-            source = self._b.typed(self._b.slots[attended])
+            source = self._b.typed(self._b.slots[slots.attended(op.batch)])
             source = source[: op.n_seqs * self._q_dim].view(op.n_seqs, self._q_dim)  # [S, H * D]
             runs.append(partial(self._decoder.output, self._attention_weights(op), hidden, source))
         if op.scope in (Scope.LAYER, Scope.MLP):
@@ -92,7 +93,7 @@ class Compute:
             def run() -> None:
                 embed(ids, prepare(state, places, rows), hidden)
 
-        whole = self._b.slots[self._hidden(op)]
+        whole = self._b.slots[slots.hidden(op.batch)]
         return [partial(whole.fill_, 255), run] if self._poison else [run]
 
     def _attention(self, op: Op, rows: Rows, hidden: Tensor) -> list[Run]:
@@ -122,7 +123,7 @@ class Compute:
 
     def _kv(self, op: Op, rows: Rows) -> _Kv:
         """Where this forward finds and leaves KV."""
-        loaded, stored, resident = kv_slots(op)
+        loaded, stored, resident = loaded_kv(op), stored_kv(op), resident_kv(op)
         columns = self._b.geometry.columns(op.block, op.batch)
         slot = loaded or stored or resident
         if slot is None:
@@ -153,7 +154,7 @@ class Compute:
         """Q, K and V of one new token, packed for the CPU; the KV also goes to the store slot."""
         if op.n_new != 1 or op.n_recompute:
             raise PlanError(op.key, "engine: attention on the CPU decodes one token, none again")
-        stored = next((s for s in op.writes if "kv out" in s.name), None)
+        stored = stored_kv(op)
         if stored is None:
             raise PlanError(op.key, "engine: attention on the CPU needs a slot to store from")
         kv = self._b.kv_rows(stored, op.block, op.batch)[rows.start].view(op.n_seqs, -1)
@@ -170,13 +171,14 @@ class Compute:
 
     def _attend_on_cpu(self, op: Op) -> Run:
         model, state = self._b.geometry.model, self._state(op)
-        home = next(s for s in op.reads if is_home(s))
-        queries = next(s for s in op.reads if s.name.startswith("host/queries/"))
+        home = next(s for s in op.reads if is_kv_home(s))
         kv = self._b.typed(self._b.slots[home])
         n_elems = op.n_ctx * op.n_seqs * self._b.geometry.kv_elems
         cache = kv[:n_elems].view(op.n_ctx, op.n_seqs, 2, model.n_kv_heads, model.head_dim)
         width = self._q_dim + self._b.geometry.kv_elems
-        qkv = self._b.typed(self._b.slots[queries])[: op.n_seqs * width].view(op.n_seqs, width)
+        qkv = self._b.typed(self._b.slots[slots.queries(op.batch)])[: op.n_seqs * width].view(
+            op.n_seqs, width
+        )
         out = self._b.typed(self._b.slots[op.writes[0]])
         out = out[: op.n_seqs * self._q_dim].view(op.n_seqs, self._q_dim)  # [S, H * D]
         pad = None if state.pad is None else state.pad.cpu()
@@ -192,7 +194,7 @@ class Compute:
     def _head(self, op: Op) -> Run:
         state = self._state(op)
         rows = self._b.found.rows[op.block, op.step, op.batch]
-        hidden = self._b.hidden(self._hidden(op), rows.n_tokens * op.n_seqs)
+        hidden = self._b.hidden(slots.hidden(op.batch), rows.n_tokens * op.n_seqs)
         last = hidden[-op.n_seqs :]  # [S, d], token-major: the last token of every sequence
         vocab = self._b.geometry.model.vocab
         logits = self._b.logits[: op.n_seqs * vocab].view(op.n_seqs, vocab)
@@ -212,10 +214,6 @@ class Compute:
     def _state(self, op: Op) -> BatchState:
         return self._b.states[op.block, op.batch]
 
-    @staticmethod
-    def _hidden(op: Op) -> Slot:
-        return next(s for s in op.reads if s.name.startswith("gpu/hidden/"))
-
     def _attention_weights(self, op: Op) -> AttentionWeights:
         build = self._b.weights.attention
         return self._cached(self._attentions, self._place(op, Scope.ATTENTION), build, op.layer)
@@ -229,8 +227,7 @@ class Compute:
         weights = self._b.weights
         layout = weights.layouts[op.layer, weights.scope_of(op.layer, part)]
         layer = op.layer if layout.resident else -1  # resident parts are the layer's own
-        slot = next((s for s in op.reads if "weight slot" in s.name), None)
-        return _Place(slot, layer, id(layout))
+        return _Place(weight_slot(op), layer, id(layout))
 
     def _cached(
         self,

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from policies.errors import OutOfMemory
-from policies.plan.op import Attention, Kind, Op, Scope, Slot, Tier
+from policies.plan.op import Attention, Kind, Op, Scope, Tier
 from real.geometry import Geometry, padded
+from real.names import group
 from real.scan import Scan
 
 _SHRINK = {
@@ -37,19 +38,6 @@ class Need(NamedTuple):
     nbytes: int
 
 
-def slot_group(slot: Slot) -> str:
-    """What a slot is for, as reports call it."""
-    for word, group in (
-        ("weight slot", "weight slots"),
-        ("kv in", "KV slots"),
-        ("kv out", "KV slots"),
-        ("/kv/", "KV"),
-    ):
-        if word in slot.name and "staging" not in slot.name and "relay" not in slot.name:
-            return group
-    return "staging" if slot.tier is Tier.HOST else "hidden states"
-
-
 def needs(found: Scan, weights: Mapping[str, int], ragged: bool) -> list[Need]:
     """Buffers of a run by group and tier, largest first.
 
@@ -63,7 +51,7 @@ def needs(found: Scan, weights: Mapping[str, int], ragged: bool) -> list[Need]:
             sums[name, tier] = sums.get((name, tier), 0) + nbytes
 
     for slot, nbytes in found.slots.items():
-        add(slot_group(slot), slot.tier, padded(nbytes) if slot.tier is Tier.HOST else nbytes)
+        add(group(slot), slot.tier, padded(nbytes) if slot.tier is Tier.HOST else nbytes)
     add("KV slots", Tier.GPU, sum(found.landing.values()))
     add("hidden states", Tier.GPU, sum(found.projected.values()))
     add("weights", Tier.GPU, weights["resident"])

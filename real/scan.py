@@ -2,8 +2,7 @@
 
 A plan is deterministic, so running through its ops tells the largest amount that every slot ever
 holds, which tokens each forward has to hand on for storing, and how many rows it computes. What
-readers get wrong: slot *names* are the policy's business. Only their tier and the ops that touch
-them are looked at, except for the homes of KV and weights, which many ops share.
+readers get wrong: a slot is as large as its largest use in *this* plan, not as a formula says.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from policies import slots
 from policies.errors import PlanError
 from policies.plan.link import LinkedOp
 from policies.plan.op import Attention, Kind, Op, Scope, Slot, Tier
 from real.disk import staging_bytes
 from real.geometry import Geometry, half
+from real.names import host_slots, is_kv_home, is_relay, loaded_kv, resident_kv, stored_kv
 
 Where = tuple[int, int, int, int]  # block, step, layer, batch
 
@@ -72,24 +73,6 @@ def _grow(sizes: dict[Slot, int], slot: Slot, nbytes: int) -> None:
     sizes[slot] = max(sizes.get(slot, 0), nbytes)
 
 
-def kv_slots(op: Op) -> tuple[Slot | None, Slot | None, Slot | None]:
-    """Of a FORWARD: the slot that holds loaded KV, the one to store from, and the resident one."""
-    resident = next((s for s in op.writes if s.name.startswith("gpu/kv/")), None)
-    out = next((s for s in op.writes if "kv out" in s.name), None)
-    loaded = next((s for s in op.reads if "kv in" in s.name), None)
-    return loaded, out, resident
-
-
-def host_slots(slots: Iterable[Slot]) -> list[Slot]:
-    """Host slots that hold data: the issuing thread is a slot too."""
-    return [slot for slot in slots if slot.tier is Tier.HOST and "/" in slot.name]
-
-
-def is_home(slot: Slot) -> bool:
-    """Whether a host slot is a home of KV, not a buffer on the way."""
-    return slot.name.startswith("host/kv/")
-
-
 def _forward(out: Scan, op: Op) -> None:
     geometry = out.geometry
     elem = geometry.elem_bytes
@@ -98,8 +81,9 @@ def _forward(out: Scan, op: Op) -> None:
         return
     rows = Rows(op.n_ctx - op.n_recompute, op.n_ctx + op.n_new)
     out.rows[op.block, op.step, op.batch] = rows
-    hidden = next(s for s in op.writes if s.name.startswith("gpu/hidden/"))
-    _grow(out.slots, hidden, rows.n_tokens * op.n_seqs * geometry.model.d_model * elem)
+    _grow(
+        out.slots, slots.hidden(op.batch), rows.n_tokens * op.n_seqs * geometry.model.d_model * elem
+    )
     if op.scope in (Scope.MLP, Scope.OUTPUT):
         return
     columns = geometry.columns(op.block, op.batch)
@@ -109,7 +93,7 @@ def _forward(out: Scan, op: Op) -> None:
         heads = geometry.model.n_heads + 2 * geometry.model.n_kv_heads
         need = op.n_seqs * heads * geometry.model.head_dim * elem
         out.projected[op.batch] = max(out.projected.get(op.batch, 0), need)
-    loaded, stored, resident = kv_slots(op)
+    loaded, stored, resident = loaded_kv(op), stored_kv(op), resident_kv(op)
     full = rows.stop * columns.row * elem
     if resident is not None:
         _grow(out.slots, resident, rows.stop * columns.gpu * elem)
@@ -153,9 +137,9 @@ def _homes(out: Scan, op: Op) -> None:
     columns, elem = out.geometry.columns(op.block, op.batch), out.geometry.elem_bytes
     tokens = op.stop - op.start
     for slot in host_slots(op.writes):
-        if is_home(slot):
+        if is_kv_home(slot):
             _grow(out.slots, slot, op.stop * columns.host * elem)
-        elif "relay" in slot.name:
+        elif is_relay(slot):
             low, high = half(tokens * columns.streamed * elem, op.part, op.n_parts)
             _grow(out.slots, slot, high - low)
         else:
@@ -173,7 +157,7 @@ def _on_disk(out: Scan, op: Op) -> None:
 def _move_act(out: Scan, op: Op) -> None:
     nbytes = out.geometry.act_elems(op) * out.geometry.elem_bytes
     for slot in (*op.reads, *op.writes):
-        if slot.tier is Tier.HOST or slot.name.startswith("gpu/attended/"):
+        if slot.tier is Tier.HOST or slot == slots.attended(op.batch):
             _grow(out.slots, slot, nbytes)
 
 

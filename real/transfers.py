@@ -18,7 +18,7 @@ from policies.plan.op import Kind, Op, Slot, Tier
 from real.buffers import Buffers
 from real.disk import DiskStore
 from real.geometry import Columns, half
-from real.scan import host_slots, is_home
+from real.names import host_slots, is_kv_home, is_relay, is_staging
 from real.weights import region
 
 Run = Callable[[], object]
@@ -66,7 +66,7 @@ class Transfers:
         slot = self._b.slots[op.writes[0]]
         copies = []
         if disk[1] > disk[0]:
-            staged = next(s for s in host_slots(op.reads) if "staging" in s.name)
+            staged = next(s for s in host_slots(op.reads) if is_staging(s))
             where, length = region(op.layer, op.scope), disk[1] - disk[0]
             source = self._disk.staged(where, disk[0], length, self._b.slots[staged])
             copies.append((slot[disk[0] : disk[1]], source))
@@ -142,13 +142,13 @@ class Transfers:
         segments = []
         for slot in host_slots(slots):
             data = self._b.slots.get(slot)
-            if is_home(slot) and columns.host and data is not None:
+            if is_kv_home(slot) and columns.host and data is not None:
                 width = columns.host * elem
                 segments.append(data[op.start * width : op.stop * width])
         segments += [
             self._disk.staged(*self._on_disk(op), self._b.slots[slot])
             for slot in host_slots(slots)
-            if not is_home(slot) and columns.disk
+            if not is_kv_home(slot) and columns.disk
         ]
         return segments
 
@@ -158,7 +158,7 @@ class Transfers:
         return kv_region(op.layer, op.batch), op.start * width, (op.stop - op.start) * width
 
     def _relay(self, slots: Sequence[Slot]) -> Tensor | None:
-        found = next((s for s in host_slots(slots) if "relay" in s.name), None)
+        found = next((s for s in host_slots(slots) if is_relay(s)), None)
         return None if found is None else self._b.slots[found]
 
     def _target(self, op: Op, slot: Slot, columns: Columns) -> Tensor:

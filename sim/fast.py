@@ -31,7 +31,7 @@ from sim.kernel import run_block
 from sim.program import assemble, checked_seconds
 from sim.template import Families, plain_template
 
-_NARROWEST = 1024
+NARROWEST = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +50,7 @@ class BlockRun:
     start_s: Floats
     end_s: Floats
     waits_for: Ints  # (n_recorded, lanes), see sim.arrays.Outcome
+    width: int  # ops of a lane that were in memory at most
 
     def spans(self, ops: Iterable[Op], costs: Costs) -> Iterator[Span]:
         """Spans of the recorded ops; ``ops`` are the plan's first."""
@@ -66,7 +67,7 @@ def run_program(program: Program, n_steps: int, duplex: float, n_recorded: int =
     """
     if not 0.0 < duplex <= 1.0:
         raise ValueError(f"duplex: {duplex} must be in (0, 1], 1 is full duplex")
-    width = _NARROWEST
+    width = NARROWEST
     while True:
         outcome = Outcome(
             times_s=np.zeros(2),
@@ -92,6 +93,7 @@ def run_program(program: Program, n_steps: int, duplex: float, n_recorded: int =
         outcome.start_s,
         outcome.end_s,
         outcome.waits_for,
+        width,
     )
 
 

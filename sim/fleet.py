@@ -138,7 +138,7 @@ class _Fleet:
         self.servers = [
             self._server(env, index, hardware, logs) for index, hardware in enumerate(spec.machines)
         ]
-        self._rates = [_Rates(server) for server in self.servers]
+        self._rates = [_Rates(env, server) for server in self.servers]
 
     def _server(
         self, env: Environment, index: int, hardware: HardwareProfile, logs: tuple[Log, Log]
@@ -219,7 +219,8 @@ class _Fleet:
 class _Rates:
     """What a router predicts of a machine: constant rates at a full budget."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, env: Environment, server: Server) -> None:
+        self._env = env
         costs, budget = server.belief, server.options.budget_tokens
         n_layers, h2d = costs.model.n_layers, costs.hardware.h2d
         self._server = server
@@ -238,7 +239,7 @@ class _Rates:
             kappa_crit=self._compute_s / self._load_s,
             link_bytes_per_s=server.belief.hardware.h2d.bytes_per_s,
             compute_flops_per_s=self._flops_per_s,
-            wait_s=self._seconds(cached, new),
+            wait_s=max(0.0, server.busy_until_s - self._env.now) + self._seconds(cached, new),
             run_s=self._seconds(request.n_cached, request.n_prefill),
         )
 

@@ -33,6 +33,7 @@ class PowerModel:
     flops_activity: float = 0.7
     copy_activity: float = 0.05
     window_s: float = 1.0
+    cap_watts: float | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.idle_watts + self.context_watts <= self.tdp_watts:
@@ -47,6 +48,11 @@ class PowerModel:
                 raise ValueError(f"power.{name}: {getattr(self, name)} must be in [0, 1]")
         if not self.window_s > 0:
             raise ValueError(f"power.window_s: {self.window_s} must be > 0")
+        cap = self.cap_watts
+        if cap is not None and not self.base_watts < cap <= self.tdp_watts:
+            raise ValueError(
+                f"cap_watts: {cap:g} must be in ({self.base_watts:g}, {self.tdp_watts:g}]"
+            )
 
     @property
     def base_watts(self) -> float:
@@ -58,7 +64,8 @@ class PowerModel:
         activity = (
             self.busy_activity * busy + self.flops_activity * flops + self.copy_activity * copy
         )
-        return self.base_watts + (self.tdp_watts - self.base_watts) * min(1.0, activity)
+        watts = self.base_watts + (self.tdp_watts - self.base_watts) * min(1.0, activity)
+        return watts if self.cap_watts is None else min(watts, self.cap_watts)
 
     def over(
         self, start_s: Seconds, busy_s: Seconds, flops_s: Seconds, copy_s: Seconds, end_s: float
@@ -85,37 +92,34 @@ class PowerModel:
         return float(np.average(watts, weights=widths)), max(watts)
 
 
-def capped(hardware: HardwareProfile, power: PowerModel, cap_watts: float) -> HardwareProfile:
-    """The machine under a power cap: what-if, its best compute rates lowered until it fits.
+def capped(hardware: HardwareProfile, power: PowerModel) -> HardwareProfile:
+    """The machine under ``power.cap_watts``: what-if, its GPU slowed until it draws no more.
 
-    A GPU that is busy and reaches the share s of its best FLOP rate draws
-    ``base + (TDP - base) * (a_busy + a_flops * s)``; s is set so that this is the cap. Rates that
-    memory limits stay as they are up to that level, and so do links.
+    Dynamic power is taken to be proportional to speed. The best FLOP rates fall to the share
+    ``(cap - base) / (dynamic * (a_busy + a_flops))``; memory slows only where a GPU that is busy
+    without arithmetic would draw more than the cap. Links keep their rates.
     """
-    dynamic = power.tdp_watts - power.base_watts
-    least = power.base_watts + dynamic * power.busy_activity
-    if not least < cap_watts <= power.tdp_watts:
-        raise ValueError(
-            f"cap_watts: {cap_watts} must be in ({least:.0f}, {power.tdp_watts:.0f}]: a busy GPU "
-            "draws the lower one without any arithmetic"
-        )
-    scale = 1.0
-    if power.flops_activity:
-        over_busy = (cap_watts - power.base_watts) / dynamic - power.busy_activity
-        scale = min(1.0, over_busy / power.flops_activity)
+    if power.cap_watts is None:
+        return hardware
+    room = (power.cap_watts - power.base_watts) / (power.tdp_watts - power.base_watts)
+    full = power.busy_activity + power.flops_activity
+    flops = min(1.0, room / full) if full else 1.0
+    memory = min(1.0, room / power.busy_activity) if power.busy_activity else 1.0
 
     def lowered(curve: Curve) -> Curve:
-        return Curve(curve.x, tuple(min(y, scale * max(curve.y)) for y in curve.y))
+        most = flops * max(curve.y)
+        return Curve(curve.x, tuple(min(memory * y, most) for y in curve.y))
 
-    window = hardware.attention_window
-    most = scale * max(max(row) for row in window.z)
+    window, decode = hardware.attention_window, hardware.attention_decode
+    most = flops * max(max(row) for row in window.z)
     return replace(
         hardware,
-        name=f"{hardware.name}@{cap_watts:.0f}W",
+        name=f"{hardware.name}@{power.cap_watts / hardware.n_gpus:.0f}W",
+        hbm_bytes_per_s=memory * hardware.hbm_bytes_per_s,
         gemm=lowered(hardware.gemm),
+        attention_decode=Curve(decode.x, tuple(memory * y for y in decode.y)),
         attention_prefill=lowered(hardware.attention_prefill),
         attention_window=Grid(
-            window.x, window.y, tuple(tuple(min(z, most) for z in row) for row in window.z)
+            window.x, window.y, tuple(tuple(min(memory * z, most) for z in row) for row in window.z)
         ),
-        tdp_watts=cap_watts,
     )

@@ -188,14 +188,14 @@ def _machines(
     machines, models = [], []
     for key, data in fleet.items():
         profile = hardware_from_mapping(data)
-        own = constants | {"context_watts": constants["context_watts"] * profile.n_gpus}
-        power = PowerModel(
-            profile.idle_watts, profile.tdp_watts, max(profile.gemm.y), **own
-        )
         cap = caps.get(key)
         if cap is not None:
-            limit = typed(f"serve.cap_watts.{key}", float, cap) * profile.n_gpus
-            profile = capped(profile, power, limit)
+            cap = typed(f"serve.cap_watts.{key}", float, cap) * profile.n_gpus
+        own = constants | {"context_watts": constants["context_watts"] * profile.n_gpus}
+        power = PowerModel(
+            profile.idle_watts, profile.tdp_watts, max(profile.gemm.y), cap_watts=cap, **own
+        )
+        profile = capped(profile, power)
         machines.append(profile)
         models.append(power)
     return tuple(machines), tuple(models)

@@ -37,7 +37,7 @@ class Server:
 
     ``plant`` is what an iteration costs, ``belief`` what the prefix policy thinks that it does.
     ``ended`` is called with a turn when it has ended (or was rejected), ``failed`` with the error
-    that stops the machine. ``n_waiting`` and ``n_running`` count requests.
+    that stops the machine. ``busy_until_s`` is when the iteration that runs ends; ``n_waiting`` and ``n_running`` count requests.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Server:
         self._queue: list[Waiting] = []  # the window that policies see
         self._behind: deque[Waiting] = deque()
         self._waiting_tokens = (0, 0)  # cached, new
+        self.busy_until_s = 0.0  # end of the iteration that runs
         self._n_preempted = 0  # since the last iteration
         self._live: dict[int, Live] = {}
         self._running = Running(capacity_tokens)
@@ -186,6 +187,7 @@ class Server:
                 store_s=self._write_back.pending_s,
             )
             self._record(draft, work, spent, n_admitted)
+            self.busy_until_s = env.now + spent.seconds
             yield env.timeout(spent.seconds)
             self._complete(draft, spent)
 

@@ -65,9 +65,7 @@ def run_bound(policy: Policy, costs: CostModel, blocks: Sequence[Block]) -> RunB
             tpot_seqs += times * block.n_seqs
             lanes = tuple(a + b for a, b in zip(lanes, decode, strict=True))
         makespan_s += times * max(lanes)
-    return RunBound(
-        prefill_s, decode_s, makespan_s, tpot_weight / tpot_seqs if tpot_seqs else None
-    )
+    return RunBound(prefill_s, decode_s, makespan_s, tpot_weight / tpot_seqs if tpot_seqs else None)
 
 
 def _lanes(cost: PhaseCost) -> tuple[float, ...]:

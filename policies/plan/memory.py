@@ -182,10 +182,24 @@ def place(
 
     if mode == "host":
         return with_resident(0)
+    room = hardware.usable_bytes("gpu") - _gpu_bytes(model, with_resident(0), buffers, blocks)
     n = model.n_layers  # memory is not monotone in n (the last resident layer frees the slots)
-    while n > 0 and not _gpu_fits(model, hardware, with_resident(n), buffers, blocks):
+    while n > 0:
+        # Sums of layers rule out most n without a placement; a byte a layer is for rounding.
+        if _resident_bytes(model, buffers, n) <= room + n:
+            placement = with_resident(n)
+            if _gpu_bytes(model, placement, buffers, blocks) <= hardware.usable_bytes("gpu"):
+                return placement
         n -= 1
-    return with_resident(n)
+    return with_resident(0)
+
+
+def _resident_bytes(model: ModelSpec, buffers: Buffers, n: int) -> int:
+    """GPU bytes that ``n`` leading layers take beyond what their weight slots free."""
+    scopes = (Scope.ATTENTION, Scope.MLP) if buffers.sep_layer else (Scope.LAYER,)
+    sizes = [max(model.layer_bytes(i, s) for s in scopes) for i in range(model.n_layers)]
+    freed = max(sizes) - max(sizes[n:], default=0)
+    return sum(model.layer_bytes(i) for i in range(n)) - buffers.weight_slots * freed
 
 
 def _host_buffer_bytes(
@@ -206,19 +220,16 @@ def _host_buffer_bytes(
     return staged + most + model.n_layers + 1  # a home is rounded up by less than a byte a layer
 
 
-def _gpu_fits(
-    model: ModelSpec,
-    hardware: HardwareProfile,
-    placement: Placement,
-    buffers: Buffers,
-    blocks: Sequence[Block],
-) -> bool:
+def _gpu_bytes(
+    model: ModelSpec, placement: Placement, buffers: Buffers, blocks: Sequence[Block]
+) -> int:
+    """GPU memory that the run holds with its largest block."""
     held = sum(p.nbytes for p in run_pools(model, placement, buffers) if p.tier is Tier.GPU)
     most = max(
         sum(p.nbytes for p in block_pools(model, placement, buffers, b) if p.tier is Tier.GPU)
         for b in blocks
     )
-    return held + most <= hardware.usable_bytes("gpu")
+    return held + most
 
 
 def check_run(
