@@ -126,7 +126,9 @@ def _split(overrides: Sequence[object]) -> dict[str, object]:
     for text in overrides:
         name, _, value = str(text).lstrip("+~").partition("=")
         if name.partition(".")[0] not in ("sweep", "grid"):
-            found[name] = yaml.safe_load(value) if value else ""
+            read = yaml.safe_load(value) if value else ""
+            # A mapping or a list stays text: a table can only tell texts apart.
+            found[name] = value if isinstance(read, dict | list) else read
     return found
 
 

@@ -18,7 +18,8 @@ from rich.table import Table
 from experiments.load import CHOICES, OVERRIDE, SIZES
 
 _REASON = 40  # characters of a failure's reason; results.csv has all of it
-_KEYS = (*CHOICES, *SIZES)
+_SERVING = ("admission", "prefix", "routing", "rate_per_s")
+_KEYS = (*CHOICES, *SIZES, *_SERVING)
 
 
 def significant(value: float) -> str:
@@ -46,6 +47,20 @@ _MEASURES = (
     _Column("bound_ratio", "x lower\nbound", lambda v: f"{v:.2f}", rank=4),
     _Column("n_recompute_mean", "mean\nN_r", lambda v: f"{v:.0f}", rank=1),
     _Column("solve_s", "solve\nms", lambda v: f"{1e3 * v:.0f}", rank=5),
+    # serving
+    _Column("scheduled_tokens_mean", "new tok\n/iter", significant),
+    _Column("ttft_mean_s", "TTFT\nmean s", significant, rank=2),
+    _Column("ttft_p99_s", "TTFT\np99 s", significant),
+    _Column("tpot_mean_s", "TPOT\nmean s", significant, rank=3),
+    _Column("requests_per_s", "req/s", significant),
+    _Column("transfer_overhead", "POH", significant, rank=1),
+    _Column("power_mean_watts", "W\n/GPU", lambda v: f"{v:.0f}", rank=4),
+    # the kappa analysis
+    _Column("kappa_crit", "kappa_crit\nformula", significant),
+    _Column("kappa_crit_simulated", "simu-\nlated", significant),
+    _Column("kappa_crit_peak", "peak\nFP16", significant, rank=1),
+    _Column("kappa_crit_paper", "paper", significant),
+    _Column("recompute_gain_bound", "recompute\ngains <=", lambda v: f"{v:.1%}", rank=2),
 )
 
 
@@ -64,6 +79,8 @@ def swept_columns(results: pd.DataFrame) -> list[str]:
 
 
 def _same_as_policy(results: pd.DataFrame, name: str) -> bool:
+    if "policy" not in results:
+        return False
     pairs = len(results[[name, "policy"]].drop_duplicates())
     return pairs == results["policy"].nunique() == results[name].nunique()
 

@@ -25,10 +25,15 @@ class Split(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Seconds of one iteration, all layers: transfers into GPU memory, and compute."""
+    """Seconds of one iteration, all layers: transfers into GPU memory, compute, and the whole.
+
+    With overlap the whole is the longer of both and one layer of the shorter, with which the
+    pipeline fills and drains.
+    """
 
     load_s: float
     compute_s: float
+    whole_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +41,9 @@ class IterationView:
     """What a prefix policy may know of the iteration that a request enters.
 
     ``overlap``: loads run layer by layer beside compute. ``budget_tokens`` tokens may be computed
-    in this iteration beyond the request's own new ones. ``totals(split)`` predicts the iteration
-    as planned so far with the request in it; the LM head, which no load can hide behind, is left
-    out. ``head_s(n)`` is the time to compute the first n tokens of the prefix, ``load_s(n)`` that
+    in this iteration beyond everybody's new ones. ``totals(split)`` predicts the iteration with
+    all admitted requests, those decided before as they were decided and later ones loaded; the LM
+    head, which no load can hide behind, is left out. ``head_s(n)`` is the time to compute the first n tokens of the prefix, ``load_s(n)`` that
     to load n tokens.
     """
 
@@ -91,19 +96,19 @@ class Adaptive:
     With constant rates that is ``ceil((K - kappa_crit T) / (1 + kappa_crit))``, the closed form of
     TightLLM's integer program (DESIGN section 1). ``solver`` None finds the crossing by bisection,
     which needs only that load falls and compute grows with the tail; ``auto``, ``gurobi``,
-    ``highs`` or ``dp`` solve the integer program itself, which may stop one token earlier. A
-    tail that saves less than the share ``min_gain`` of the iteration is not worth it; at 0 it is always
-    taken, though rounding up may cost up to one token's compute. Without overlap, load and compute
-    add up and the better end point is taken.
+    ``highs`` or ``dp`` solve the integer program itself, which may stop one token earlier. Only a
+    tail that shortens the iteration by more than the share ``min_gain`` is taken; None takes any,
+    also where filling the pipeline costs more than the balance saves. Without overlap, load and
+    compute add up and the better end point is taken.
     """
 
     solver: str | None = None
-    min_gain: float = 0.0
+    min_gain: float | None = 0.0
     name: str = "adaptive"
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.min_gain < 1.0:
-            raise ValueError(f"prefix.min_gain: {self.min_gain} must be in [0, 1)")
+        if self.min_gain is not None and not 0.0 <= self.min_gain < 1.0:
+            raise ValueError(f"prefix.min_gain: {self.min_gain} must be in [0, 1) or null")
 
     def split(self, request: Request, view: IterationView) -> Split:
         """A tail of at most the tokens that the budget leaves."""
@@ -112,16 +117,17 @@ class Adaptive:
         if most == 0 or (view.overlap and none.load_s <= none.compute_s):
             return Split()
         if not view.overlap:
-            whole = view.totals(Split(n_tail=most))
-            gain = 1.0 - sum(whole) / sum(none)
-            return Split(n_tail=most if gain > self.min_gain else 0)
-        if self.solver is None:
+            tail = most
+        elif self.solver is None:
             tail = _crossing(most, lambda n: view.totals(Split(n_tail=n)))
         else:
             tail = _solved(most, lambda n: view.totals(Split(n_tail=n)), self.solver)
-        if self.min_gain > 0.0:
-            gain = 1.0 - max(view.totals(Split(n_tail=tail))) / max(none)
-            tail = tail if gain > self.min_gain else 0
+        least = self.min_gain
+        if least is None and not view.overlap:
+            least = 0.0
+        if least is not None:
+            gain = 1.0 - view.totals(Split(n_tail=tail)).whole_s / none.whole_s
+            tail = tail if gain > least else 0
         return Split(n_tail=tail)
 
 
@@ -169,8 +175,8 @@ def _crossing(most: int, totals: Callable[[int], Totals]) -> int:
     low, high = 1, most
     while low < high:
         middle = (low + high) // 2
-        load_s, compute_s = totals(middle)
-        if load_s <= compute_s:
+        found = totals(middle)
+        if found.load_s <= found.compute_s:
             high = middle
         else:
             low = middle + 1

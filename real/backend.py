@@ -296,8 +296,8 @@ class RealBackend:
         self._buffers = self._scan = self._clock = None
         self._runs = []
         self.logits = {}
-        gc.collect()  # the arena's memory is unmapped when its last view goes
         if self.setup.device.type == "cuda":
+            gc.collect()  # memory goes when its last view does
             torch.cuda.empty_cache()
 
     def _delay(self, clock: Clock) -> Callable[[Lane], None] | None:

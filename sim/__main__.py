@@ -26,7 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from policies.cost.breakeven import BreakEven, break_even
 from policies.errors import Infeasible
-from sim import files
+from sim import files, modes
+from sim.export import read_export, write_request
 from sim.guard import SweepFailed, SweepRefused
 from sim.job import make_job
 from sim.report import break_even_lines, run_table
@@ -76,15 +77,22 @@ def _complain(kind: str, message: str) -> None:
 
 def run_alone(config: Mapping[str, object], overrides: list[str], folder: Path) -> None:
     """Break-even, run, files, table. Raises what is wrong with the settings."""
+    mode = modes.mode_of(config)
+    if mode != modes.OFFLINE:
+        modes.run_alone(mode, config, overrides, folder)
+        _say_where(folder)
+        return
     console = Console()
-    spec = build(config, overrides)
+    spec, export = build(config, overrides), read_export(config)
     found = _break_even(spec)
     if found is not None:
         console.print(break_even_lines(found))
     result = _simulate(spec)
     files.write_run(folder, result, config, files.provenance(config, overrides))
+    if export.dir is not None and result.record.status == "ok":
+        console.print(f"request: {write_request(spec, export)}", highlight=False, soft_wrap=True)
     console.print(run_table(spec, result.record, console, overrides))
-    console.print(f"files: {_short(folder)}", highlight=False, soft_wrap=True)
+    _say_where(folder)
 
 
 def _break_even(spec: RunSpec) -> BreakEven | None:
@@ -112,9 +120,10 @@ def _simulate(spec: RunSpec) -> RunResult:
         return simulate(spec, lambda done, total: bar.update(task, completed=done, total=total))
 
 
-def _short(folder: Path) -> Path:
+def _say_where(folder: Path) -> None:
     cwd = Path.cwd()
-    return folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
+    shown = folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
+    Console().print(f"files: {shown}", highlight=False, soft_wrap=True)
 
 
 # ---- Hydra ---------------------------------------------------------------------------------------

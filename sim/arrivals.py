@@ -2,7 +2,8 @@
 
 ``poisson``: ``rate`` is requests per second, as in the kappa paper's tables, so conversations start
 at rate / (mean turns) and turn i + 1 comes ``think_s`` after turn i has ended. ``trace``: the
-trace's own times, whatever happens meanwhile. ``closed``: ``n_clients`` conversations at a time.
+trace's own times, whatever happens meanwhile. ``open``: Poisson at ``rate`` too, but every turn by
+itself, in file order, as a benchmark client replays a data set. ``closed``: ``n_clients`` conversations at a time.
 ``backlog``: all at time 0, in file order, every turn by itself. What readers get wrong: only with
 ``poisson`` and ``closed`` does a slow server slow its clients down.
 """
@@ -18,7 +19,7 @@ from simpy import Environment, Event
 
 from sim.sessions import Sessions, Turn
 
-MODES = ("poisson", "trace", "closed", "backlog")
+MODES = ("poisson", "open", "trace", "closed", "backlog")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +69,15 @@ class Clients:
         if arrivals.shuffle:
             starts = [starts[i] for i in rng.permutation(len(starts))]
         self._heads = iter(starts)
-        if arrivals.mode == "poisson":
-            head_rate = arrivals.rate / sessions.turns_per_head
+        if arrivals.mode in ("poisson", "open"):
+            chained = sessions.turns_per_head if self._chained else 1.0
+            head_rate = arrivals.rate / chained
             gaps = rng.exponential(1.0 / head_rate, len(starts))
             times = np.cumsum(gaps).tolist()
             env.process(self._timetable(list(zip(times, starts, strict=True))))
         elif arrivals.mode == "trace":
             ordered = sorted(starts, key=lambda turn: turn.arrival_s)
-            env.process(
-                self._timetable([(t.arrival_s / arrivals.speedup, t) for t in ordered])
-            )
+            env.process(self._timetable([(t.arrival_s / arrivals.speedup, t) for t in ordered]))
         elif arrivals.mode == "closed":
             self._after(0.0, lambda: [self._next_head() for _ in range(arrivals.n_clients)])
         else:

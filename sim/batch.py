@@ -1,4 +1,4 @@
-"""The running batch: who decodes, who is in prefill, and the iteration being put together.
+"""The running batch: who decodes, who is in prefill, and who holds how much memory.
 
 Decoding requests all grow by one token an iteration, so nothing is kept per request and iteration:
 the batch knows their number, the sum of their contexts, and who ends when. What readers get wrong:
@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from policies.cost.ragged import RaggedCosts
-from policies.prefix import IterationView, Split, Totals
+from policies.prefix import Split
 from policies.spec.request import Request
-from sim.iteration import Work
-from sim.serve_options import ServeOptions
 from sim.sessions import Turn
 
 
@@ -183,114 +180,3 @@ class Running:
             raise AssertionError(
                 f"memory: {self.held_tokens} of {self.capacity_tokens} tokens are held"
             )
-
-
-class Draft:
-    """An iteration being put together."""
-
-    def __init__(
-        self,
-        plant: RaggedCosts,
-        belief: RaggedCosts,
-        options: ServeOptions,
-        n_decode: int,
-        decode_ctx: int,
-    ) -> None:
-        self.n_decode = n_decode
-        self.n_rows = n_decode
-        self.n_recompute = 0
-        self.chunks: list[tuple[Live, int]] = []
-        self._plant, self._belief, self._options = plant, belief, options
-        self._n_emit = n_decode
-        self._n_load = self._n_copies = self._n_disk = 0
-        self._attention_s = plant.decode_attention_seconds(n_decode, decode_ctx)
-        same = belief is plant
-        self._believed_s = (
-            self._attention_s if same else belief.decode_attention_seconds(n_decode, decode_ctx)
-        )
-
-    @property
-    def budget_left(self) -> int:
-        """Tokens that may still be computed in this iteration."""
-        return self._options.budget_tokens - self.n_rows
-
-    @property
-    def n_new_rows(self) -> int:
-        """Tokens computed for the first time, whose KV is to be stored."""
-        return self.n_rows - self.n_recompute
-
-    def work(self) -> Work:
-        """The iteration, for pricing."""
-        return Work(self.n_rows, self._n_emit, self._attention_s, self._n_load,
-                    max(1, self._n_copies), self._n_disk)  # fmt: skip
-
-    def add_chunk(self, live: Live) -> None:
-        """As much of a request's prefill as the budget leaves."""
-        n_tokens = min(live.left, self.budget_left)
-        for start, stop in live.take(n_tokens):
-            self._attend(start, stop)
-            self.n_recompute += max(0, min(stop, live.loaded_stop) - start)
-        self.n_rows += n_tokens
-        self.chunks.append((live, n_tokens))
-        if n_tokens == live.left:
-            self._n_emit += 1
-
-    def load(self, request: Request, split: Split) -> None:
-        """Load what is cached and not recomputed."""
-        n_load, n_copies, n_disk = self._loads(request, split)
-        self._n_load += n_load
-        self._n_copies += n_copies
-        self._n_disk += n_disk
-
-    def _loads(self, request: Request, split: Split) -> tuple[int, int, int]:
-        n_load = request.n_cached - split.n_head - split.n_tail
-        piece = self._options.copy_tokens
-        n_copies = -(-n_load // piece) if piece else 0
-        # Disk holds the end of the prefix, which is also what a tail recomputes.
-        return n_load, n_copies, min(n_load, max(0, request.n_disk - split.n_tail))
-
-    def _attend(self, start: int, stop: int) -> None:
-        seconds = self._plant.chunk_attention_seconds(stop - start, start)
-        self._attention_s += seconds
-        if self._belief is not self._plant:
-            seconds = self._belief.chunk_attention_seconds(stop - start, start)
-        self._believed_s += seconds
-
-    # ---- what a prefix policy may ask -----------------------------------------------------
-
-    def view(self, request: Request) -> IterationView:
-        """This iteration as a prefix policy sees it before ``request`` joins."""
-        belief, n_layers = self._belief, self._belief.model.n_layers
-        n_new = min(request.n_prefill, self.budget_left)
-
-        def totals(split: Split) -> Totals:
-            n_load, n_copies, n_disk = self._loads(request, split)
-            h2d_s = belief.layer_copy_seconds(
-                belief.hardware.h2d, self._n_load + n_load, max(1, self._n_copies + n_copies)
-            )
-            disk_s = belief.layer_copy_seconds(belief.hardware.disk_read, self._n_disk + n_disk)
-            start = request.n_cached - split.n_tail
-            attention_s = self._believed_s + belief.chunk_attention_seconds(split.n_head, 0)
-            attention_s += belief.chunk_attention_seconds(split.n_tail + n_new, start)
-            n_rows = self.n_rows + split.n_head + split.n_tail + n_new
-            compute_s = belief.layers_seconds(n_rows, attention_s)
-            return Totals(
-                n_layers * max(h2d_s, disk_s), max(self._options.floor_s, compute_s)
-            )
-
-        def head_s(n_tokens: int) -> float:
-            if n_tokens == 0:
-                return 0.0
-            attention_s = belief.chunk_attention_seconds(n_tokens, 0)
-            return belief.layers_seconds(n_tokens, attention_s)
-
-        def load_s(n_tokens: int) -> float:
-            return n_layers * belief.layer_copy_seconds(belief.hardware.h2d, n_tokens)
-
-        return IterationView(
-            overlap=self._options.overlap,
-            budget_tokens=self.budget_left - n_new,
-            totals=totals,
-            head_s=head_s,
-            load_s=load_s,
-        )

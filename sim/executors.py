@@ -77,7 +77,7 @@ def _kept(spans: Iterable[Span], ops: Sequence[Op], n_steps: int) -> tuple[Span,
     return tuple(span for span, op in zip(spans, ops, strict=True) if op.step < n_steps)
 
 
-class _Steps:
+class KeptSteps:
     """A policy that decides as ever and emits nothing: its steps are kept instead."""
 
     def __init__(self, policy: Policy) -> None:
@@ -105,7 +105,7 @@ def fast_blocks(
     from sim.fast import run_program
     from sim.program import Programs
 
-    steps = _Steps(policy)
+    steps = KeptSteps(policy)
     programs = Programs(policy, plant.model, plant.placement, plant)
     for fence in drive(steps, blocks, belief, observe):
         program = programs.of_block(steps.taken, fence)

@@ -29,7 +29,7 @@ RESULT, DECISIONS, SPANS, CHROME = (
     "trace.chrome.json",
 )
 ERROR = "error.txt"
-AROUND = ("experiment", "sweep", "grid", "advise")  # settings of a sweep, not of its runs
+AROUND = ("experiment", "sweep", "grid", "advise", "export")  # settings of a sweep, not of its runs
 _DISTRIBUTIONS = ("numpy", "scipy", "simpy", "gurobipy", "hydra-core")
 _PACKAGE = "offload-sim"
 

@@ -86,9 +86,7 @@ def serve(
     env = Environment()
     logs = Log(ITERATION_COLUMNS), Log(REQUEST_COLUMNS)
     fleet = _Fleet(env, spec, sessions, logs, progress)
-    clients = Clients(
-        env, spec.arrivals, sessions, fleet.submit, np.random.default_rng(spec.seed)
-    )
+    clients = Clients(env, spec.arrivals, sessions, fleet.submit, np.random.default_rng(spec.seed))
     fleet.clients = clients
     try:
         env.run(until=fleet.done)
@@ -202,9 +200,7 @@ class _Fleet:
             f"{s.held_tokens} of {s.capacity_tokens} tokens held"
             for s in self.servers
         )
-        return (
-            f"stalled at {self._env.now:.6f} s with {left} of {self._n_turns} turns left: {machines}"
-        )
+        return f"stalled at {self._env.now:.6f} s with {left} of {self._n_turns} turns left: {machines}"
 
     def store_counts(self) -> dict[str, int]:
         """Blocks demoted, promoted and dropped by all stores."""

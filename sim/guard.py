@@ -161,9 +161,7 @@ class Bar:
         self.console.file.flush()
 
 
-def progress_text(
-    n_runs: int, n_done: int, n_failed: int, n_before: int, elapsed_s: float
-) -> str:
+def progress_text(n_runs: int, n_done: int, n_failed: int, n_before: int, elapsed_s: float) -> str:
     """Runs done, failed and time left, at the pace of the runs that this sweep made itself."""
     parts = [f"{n_done}/{n_runs}"]
     if n_failed:
@@ -171,6 +169,8 @@ def progress_text(
     if n_done > n_before:
         left_s = round((n_runs - n_done) * elapsed_s / (n_done - n_before))
         hours, rest = divmod(left_s, 3600)
-        clock = f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+        clock = (
+            f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+        )
         parts.append(f"{clock} left")
     return ", ".join(parts)

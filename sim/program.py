@@ -90,7 +90,7 @@ class Programs:
         self._families = Families(model.n_layers)
         self._maker = TemplateMaker(policy, Cutter(model, placement), self._families)
         self._templates: dict[tuple[object, ...], list[Template]] = {}
-        self._n_templates = 0
+        self.n_templates = 0  # made so far and kept
         self._prices: dict[tuple[object, ...], dict[tuple[int, ...], tuple[float, int]]] = {}
         self._n_prices = 0
 
@@ -131,7 +131,7 @@ class Programs:
             while left.size:
                 template = self._maker.make(steps[left[0]], x.shape[1])
                 known.append(template)
-                self._n_templates += 1
+                self.n_templates += 1
                 first, left = left[0], _take(left, template.guards, x, of_step, used, template)
                 if first in left:
                     raise AssertionError("template: does not hold for the step it is made from")
@@ -207,8 +207,8 @@ class Programs:
 
     def _forget(self) -> None:
         """Keep memory flat over any number of blocks."""
-        if self._n_templates > _MAX_TEMPLATES:
-            self._templates, self._n_templates = {}, 0
+        if self.n_templates > _MAX_TEMPLATES:
+            self._templates, self.n_templates = {}, 0
         if self._n_prices > _MAX_PRICES:
             self._prices, self._n_prices = {}, 0
 

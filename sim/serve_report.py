@@ -93,6 +93,7 @@ def _arrivals(job: ServeJob, record: ServeRecord) -> str:
     arrivals = job.spec.arrivals
     words = {
         "poisson": f"Poisson, {arrivals.rate:g} requests/s, think {arrivals.think_s:g} s",
+        "open": f"Poisson, {arrivals.rate:g} requests/s, every turn by itself",
         "trace": f"as in the trace, {arrivals.speedup:g}x as fast",
         "closed": f"{arrivals.n_clients} conversations at a time",
         "backlog": "all at once",
@@ -136,9 +137,10 @@ def _latency(record: ServeRecord, job: ServeJob) -> list[Row]:
 def _schedule(record: ServeRecord) -> list[Row]:
     text = (
         f"{record.scheduled_tokens_mean:,.0f} new tokens an iteration "
-        f"({record.scheduled_tokens_first_half:,.0f} in the first half); memory allows "
-        f"{record.scheduled_tokens_bound:,.0f} if a request stays for one iteration"
+        f"({record.scheduled_tokens_first_half:,.0f} in the first half)"
     )
+    if record.decode_tokens_per_s is None:  # a request stays for about one iteration
+        text += f"; memory allows {record.scheduled_tokens_bound:,.0f}"
     more = (
         f"{record.n_iterations:,} iterations, budget used {record.budget_use:.1%}, memory held "
         f"{record.held_share_mean:.1%}; {record.n_preempted:,} preemptions; nobody overtaken more "
@@ -185,7 +187,8 @@ def _power(record: ServeRecord) -> str:
 
 
 def _flags(job: ServeJob, record: ServeRecord) -> list[Row]:
-    rows: list[Row] = [("kappa", _kappa(job.spec.model, machine)) for machine in job.spec.machines]
+    lines = dict.fromkeys(_kappa(job.spec.model, machine) for machine in job.spec.machines)
+    rows: list[Row] = [("kappa", line) for line in lines]
     if record.extrapolated:
         rows.append(("extrapolated", Text(record.extrapolated, style="yellow")))
     return rows

@@ -130,7 +130,7 @@ def base_record(spec: ServeSpec, workload: str) -> ServeRecord:
         prefix=spec.prefix.name,
         routing=spec.routing.name if len(spec.machines) > 1 else "",
         arrivals=spec.arrivals.mode,
-        rate_per_s=spec.arrivals.rate if spec.arrivals.mode == "poisson" else None,
+        rate_per_s=spec.arrivals.rate if spec.arrivals.mode in ("poisson", "open") else None,
         n_machines=len(spec.machines),
         budget_tokens=spec.options.budget_tokens,
         seed=spec.seed,

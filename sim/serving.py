@@ -17,9 +17,10 @@ from simpy import Environment, Event
 from policies.admission import Admission, AdmissionView, Waiting
 from policies.cost.ragged import RaggedCosts
 from policies.errors import PlanError
-from policies.prefix import PrefixPolicy
+from policies.prefix import PrefixPolicy, Split
 from policies.spec.request import Request
-from sim.batch import Draft, Live, Running
+from sim.batch import Live, Running
+from sim.draft import Draft
 from sim.iteration import Timing, Work, price, timing
 from sim.serve_log import Log
 from sim.serve_options import ServeOptions
@@ -271,8 +272,15 @@ class Server:
         taken = set(chosen)
         self._queue = [w for i, w in enumerate(self._queue) if i not in taken]
         self._refill()
-        for waiting in picked:
-            self._start(waiting, draft)
+        lives = [self._live[waiting.request.index] for waiting in picked]
+        requests = []
+        for waiting, live in zip(picked, lives, strict=True):
+            self._count_waiting(waiting.request, -1)
+            requests.append(self._resolved(live, waiting.request.max_new, use=True))
+        splits = draft.decide(requests, self._prefix)
+        for waiting, live, request, split in zip(picked, lives, requests, splits, strict=True):
+            live.max_overtaken = max(live.max_overtaken, waiting.overtaken)
+            self._start(live, request, split, draft)
         return len(picked)
 
     def _check(self, chosen: tuple[int, ...], free: int) -> None:
@@ -295,24 +303,13 @@ class Server:
             else:
                 self._queue[position].overtaken += behind
 
-    def _start(self, waiting: Waiting, draft: Draft) -> None:
-        live = self._live[waiting.request.index]
-        self._count_waiting(waiting.request, -1)
-        request = self._resolved(live, waiting.request.max_new, use=True)
-        split = self._prefix.split(request, draft.view(request))
-        recomputed = split.n_head + split.n_tail
-        if min(split) < 0 or recomputed > request.n_cached:
-            raise PlanError(
-                f"prefix policy {self._prefix.name!r}",
-                f"{split} recomputes more than the {request.n_cached} cached tokens",
-            )
+    def _start(self, live: Live, request: Request, split: Split, draft: Draft) -> None:
         if live.admitted_s < 0.0:
             live.admitted_s = self._env.now
             live.n_cached, live.n_prefill = request.n_cached, request.n_prefill
             live.split = split
             self.n_history += live.n_history
             self.n_hit += request.n_cached
-        live.max_overtaken = max(live.max_overtaken, waiting.overtaken)
         live.begin(request, split)
         self._running.admit(live, request)
         draft.load(request, split)

@@ -92,7 +92,7 @@ def load_sessions(
     """Turns of a named workload or of the trace at ``path``; whole conversations up to ``limit``.
 
     ``history`` ``seedfit`` counts earlier responses 2.2 times (and makes them so long), the
-    calibration that reproduces the kappa paper's K. Responses are cut at ``max_new`` (None: not).
+    calibration that reproduces the kappa paper's K; documents have its K already. Responses are cut at ``max_new`` (None: not).
     Conversations, documents and single requests are dealt to ``n_groups`` groups in turn.
     """
     if history not in HISTORIES:
@@ -206,11 +206,11 @@ def _drawn(trace: LengthTrace) -> _Table:
 def _turns(table: _Table, history: str, n_groups: int) -> list[Turn]:
     n = len(table.prompt)
     past, response = table.history, np.maximum(table.response, 1)
-    if history == "seedfit":
+    if history == "seedfit" and table.document is None:
         if table.conversation is None:
             raise ValueError(
-                f"serve.history: 'seedfit' needs the turns of conversations, {table.source} has "
-                "no column conversation_id"
+                f"serve.history: 'seedfit' needs the turns of conversations (documents stay as they "
+                f"are), {table.source} has no column conversation_id"
             )
         if table.history_seedfit is None:
             earlier = _earlier(table.conversation, table.response)

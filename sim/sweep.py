@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from policies.solver import SolverUnavailableError
-from sim import files
+from sim import files, modes
 from sim.cells import Cell, Composer, expand
 from sim.columns import write_atomically
+from sim.export import read_export, write_request
 from sim.report import sweep_line
 from sim.result import RunRecord
 from sim.run import simulate
@@ -126,21 +127,29 @@ def run_in_sweep(
     for part in folder.glob(".*.part"):  # of a run that was killed while it wrote
         part.unlink(missing_ok=True)
     try:
-        result = simulate(build(config, overrides))
-        files.write_run(folder, result, config, provenance)
+        mode = modes.mode_of(config)
+        if mode == modes.OFFLINE:
+            spec, export = build(config, overrides), read_export(config)
+            result = simulate(spec)
+            files.write_run(folder, result, config, provenance)
+            if export.dir is not None and result.record.status == "ok":
+                write_request(spec, export)
+            status, line = result.record.status, sweep_line(label, overrides, result.record)
+        else:
+            status, line = modes.run_in_sweep(mode, config, overrides, folder, label, provenance)
     except Exception as error:
         _fail(folder, config, overrides, label, versions, error)
         return "failed"
-    _say(label, overrides, result.record)
-    return result.record.status
+    _say(line)
+    return status
 
 
-def _say(label: str, overrides: Sequence[str], record: RunRecord) -> None:
+def _say(line: str) -> None:
     """One line on stdout."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if console.is_terminal:
         console.file.write("\x1b[K")  # a progress bar may stand here
-    console.print(sweep_line(label, overrides, record))
+    console.print(line)
 
 
 def _plain(composed: DictConfig) -> dict[str, object]:
@@ -190,4 +199,4 @@ def _fail(
     row = record.as_row() | {"n_layers": known, "seed": config.get("seed")}
     files.write_row(folder, row, config, files.provenance(config, overrides, versions))
     files.write_error(folder, "".join(traceback.format_exception(error)))
-    _say(label, overrides, record)
+    _say(sweep_line(label, overrides, record))

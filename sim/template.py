@@ -8,7 +8,7 @@ and a test holds each of them to the op-by-op plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
@@ -116,19 +116,26 @@ class TemplateMaker:
         buffers = policy.buffers
         turns = (buffers.weight_slots, buffers.kv_in_slots, buffers.kv_out_slots)
         self._period = lcm(*(max(1, n) for n in turns))
+        self._cuts: dict[bool, bool] = {}  # whether cutting is right in prefill, in decode
 
     def make(self, step: Step, n_variables: int) -> Template:
-        """The template of a step; ``UntraceableError`` if the policy cannot be traced."""
-        classes = np.array(self._cutter.classes)
-        found = self._short(step)
-        if found is not None:
-            plan = expand(found[0])
-            if (classes[plan.layers[:, 0]] == plan.layer_class).all():
-                return _assemble(plan, found[1], n_variables, self._cutter, self._families)
-        whole, guards = self._whole(step)
-        return _assemble(expand(whole), guards, n_variables, self._cutter, self._families)
+        """The template of a step; ``UntraceableError`` if the policy cannot be traced.
 
-    def _short(self, step: Step) -> tuple[Stretched, Iterable[Guard]] | None:
+        In prefill and in decode, the first template from a cut model is compared with that of the
+        whole model. If they differ the policy has a way with layers that cutting does not see, and
+        such steps are not cut any more.
+        """
+        phase = step[0].is_prefill
+        found = self._short(step) if self._cuts.get(phase, True) else None
+        if found is None:
+            found = self._whole(step)
+        elif phase not in self._cuts:
+            whole = self._whole(step)
+            self._cuts[phase] = found[0].same_ops(whole[0]) and found[1] == whole[1]
+            found = whole
+        return _assemble(*found, n_variables, self._cutter, self._families)
+
+    def _short(self, step: Step) -> tuple[Plan, frozenset[Guard]] | None:
         """From a cut model; None if it is too short to cut or does not repeat."""
         while (n := self._cutter.short(self._period)) is not None:
             short = trace(self._policy, self._cutter.cut(n), step)
@@ -137,16 +144,19 @@ class TemplateMaker:
                 self._period = period
                 continue
             long = trace(self._policy, self._cutter.cut(n + period), step)
-            if short.guards != long.guards:
-                return None
             repeats = (self._cutter.longest - n) // period
             stretched = stretch(short.refs, long.refs, period, repeats)
-            return None if stretched is None else (stretched, short.guards)
+            if stretched is None or short.guards != long.guards:
+                return None
+            plan = expand(stretched)
+            classes = np.array(self._cutter.classes)
+            fits = (classes[plan.layers[:, 0]] == plan.layer_class).all()
+            return (plan, short.guards) if fits else None
         return None
 
-    def _whole(self, step: Step) -> tuple[Stretched, Iterable[Guard]]:
+    def _whole(self, step: Step) -> tuple[Plan, frozenset[Guard]]:
         traced: Traced = trace(self._policy, self._cutter.cut(self._cutter.longest), step)
-        return unstretched(traced.refs), traced.guards
+        return expand(unstretched(traced.refs)), traced.guards
 
 
 class Plan(NamedTuple):
@@ -160,6 +170,13 @@ class Plan(NamedTuple):
     def layer_class(self) -> Longs:
         """Class of layer that each op was traced in."""
         return np.array([what.layer_class for what in self.whats])[self.what]
+
+    def same_ops(self, other: Plan) -> bool:
+        """Whether the other plan has the same ops in the same layers."""
+        if self.layers.shape != other.layers.shape or (self.layers != other.layers).any():
+            return False
+        pairs = set(zip(self.what.tolist(), other.what.tolist(), strict=True))
+        return all(self.whats[one] == other.whats[two] for one, two in pairs)
 
 
 def expand(stretched: Stretched) -> Plan:
@@ -190,7 +207,7 @@ def _padded(rows: Sequence[Sequence[int]], columns: int, fill: int = 0) -> Longs
 
 
 def _assemble(
-    plan: Plan, guards: Iterable[Guard], n_variables: int, cutter: Cutter, families: Families
+    plan: Plan, guards: frozenset[Guard], n_variables: int, cutter: Cutter, families: Families
 ) -> Template:
     whats, ids = plan.whats, plan.what
     amounts, amount_of = _amounts(whats)

@@ -100,14 +100,14 @@ def trace(policy: Policy, cut: Cut, step: Step) -> Traced:
     try:
         ops = list(policy.step(ctx, now, then))
         refs = [_ref(op, cut, ctx) for op in ops]
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, UntraceableError) as error:
         raise UntraceableError(f"policy {policy.name}: {error}") from error
     tape.recording = False
     return Traced(refs, frozenset(tape.guards), frozenset(tape.moduli))
 
 
 class _OneShare(tuple[Shares, ...]):
-    """The KV shares of the block at hand, whatever its index."""
+    """KV shares of every block up to the one at hand: its own, so that no index is asked for."""
 
     __slots__ = ()
 
@@ -136,7 +136,8 @@ def _symbolic(step: Step, cut: Cut, tape: Tape) -> Step:
     batches = tuple(Batch(s, p) for s, p in zip(seqs, prompts, strict=True))  # type: ignore[arg-type]
     block = Block(symbol(BLOCK), batches, symbol(MAX_NEW))  # type: ignore[arg-type]
     shares = Shares(*(symbol(SHARES + i) for i in range(3)))  # type: ignore[arg-type]
-    placement = Placement(cut.weights, _OneShare((shares,)), ctx.placement.act)
+    homes = _OneShare((shares,) * (ctx.block.index + 1))
+    placement = Placement(cut.weights, homes, ctx.placement.act)
     belief = CostModel(cut.model, ctx.hardware, placement)
     symbolic = StepContext(
         symbol(STEP), block, cut.model, ctx.hardware, placement, belief, stored, {}  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ def test_adaptive_recompute_ends_load_and_compute_together(
     options = replace(
         bare_options(n_cached, n_new), overlap=True, budget_tokens=n_cached + n_new
     )
-    load_s, compute_s = serve_alone(spec, hardware, options, n_cached, n_new, Adaptive(solver))
+    load_s, compute_s = serve_alone(spec, hardware, options, n_cached, n_new, Adaptive(solver, None))
     token_s = max(1 / kappa.load_tokens_per_s, 1 / kappa.compute_tokens_per_s)
     slack = 1e-9 * compute_s + (0.0 if solver is None else token_s)  # the program may round down
     assert load_s <= compute_s + slack

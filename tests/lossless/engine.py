@@ -62,16 +62,21 @@ FAMILIES = {"opt": OPT, "llama": LLAMA}
 
 @dataclass(frozen=True)
 class Drawn:
-    """Weights large enough that every part of a layer shows in the logits."""
+    """Weights large enough that every part of a layer shows in the logits.
+
+    Embeddings are small, or a model with tied ones would only repeat its last token.
+    """
 
     dtype: torch.dtype
     device: torch.device = CPU
-    spread: float = 0.15
+    spread: float = 0.25
+    embed_spread: float = 0.05
 
     def array(self, name: str, layer: int | None, shape: Shape) -> npt.NDArray[np.float64]:
         draw = np.random.default_rng(zlib.crc32(f"{name} {layer}".encode()))
         around = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-        drawn = around + self.spread * draw.standard_normal(shape)
+        spread = self.embed_spread if name in ("embed.weight", "positions.weight") else self.spread
+        drawn = around + spread * draw.standard_normal(shape)
         return torch.from_numpy(drawn).to(self.dtype).double().numpy()
 
     def chunks(self, name: str, layer: int | None, shape: Shape) -> Iterator[Tensor]:

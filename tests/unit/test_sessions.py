@@ -42,6 +42,11 @@ def test_seedfit_counts_earlier_responses_more(chat):
     assert [t.n_response for t in turns] == [44, 2, 20, 110]
 
 
+def test_documents_need_no_seedfit():
+    plain, fitted = (load_sessions("finqa", limit=9, history=h) for h in ("trace", "seedfit"))
+    assert [t.n_history for t in plain.turns] == [t.n_history for t in fitted.turns]
+
+
 def test_cut_limit_and_groups(chat):
     sessions = load_sessions("path", path=chat, max_new=15, limit=3, n_groups=2)
     assert (sessions.n_cut, len(sessions.turns)) == (1, 3)
@@ -93,7 +98,7 @@ def test_unknown_reuse_is_counted(tmp_path):
     [
         ({"source": "nothing"}, "workload.source: 'nothing'"),
         ({"source": "sharegpt", "history": "guess"}, "serve.history: 'guess'"),
-        ({"source": "finqa", "history": "seedfit"}, "no column conversation_id"),
+        ({"source": "translation", "history": "seedfit"}, "no column conversation_id"),
         ({"source": "sharegpt", "limit": 0}, "serve.limit: 0"),
         ({"source": "sharegpt", "n_groups": 0}, "serve.n_groups: 0"),
         ({"source": "path", "path": "missing.csv"}, "does not exist"),
@@ -117,6 +122,13 @@ def test_poisson_rate_is_of_requests():
     run = backlog(conversations(rows), mode="poisson", max_seqs=64)
     starts = np.sort(arrivals_of(run)[::4])
     assert np.mean(np.diff(starts)) == pytest.approx(4 / 50.0, rel=0.15)  # 50 requests/s, 4 turns
+
+
+def test_open_arrivals_do_not_wait_for_earlier_turns():
+    rows = [[(5, 60)] * 10 for _ in range(40)]
+    run = backlog(conversations(rows), mode="open", max_seqs=1)
+    assert np.mean(np.diff(arrivals_of(run))) == pytest.approx(1 / 50.0, rel=0.15)
+    assert (np.diff(arrivals_of(run)) > 0).all()
 
 
 def test_trace_times_are_kept_whatever_happens():

@@ -1,0 +1,91 @@
+"""What a command runs: ``mode=offline`` (a policy over a job), ``serve`` or ``kappa``.
+
+The offline mode is ``sim.run``; this is the edge of the other two, alone and in a sweep. What
+readers get wrong: all modes share one configuration, and each refuses only what it reads; a key of
+another mode is not an error, or no configuration could be complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from policies.spec.hardware import HardwareProfile
+from policies.spec.hardware_build import hardware_from_mapping
+from policies.spec.model import ModelSpec
+from sim import files
+from sim.kappa_report import kappa_line, print_kappa
+from sim.kappa_search import kappa_record
+from sim.serve_entry import ServeOutcome, serve_job, write_serve
+from sim.serve_report import serve_line, serve_table
+from sim.serve_settings import ServeJob, build_serve
+from sim.settings import check_keys, group_of, model_of
+
+OFFLINE, SERVE, KAPPA = MODES = ("offline", "serve", "kappa")
+
+
+def mode_of(config: Mapping[str, object]) -> str:
+    """The mode of a configuration; ``ValueError`` for one that is none."""
+    mode = config.get("mode", OFFLINE)
+    if mode not in MODES:
+        raise ValueError(f"mode: {mode!r} is none of {', '.join(MODES)}")
+    return str(mode)
+
+
+def run_alone(
+    mode: str, config: Mapping[str, object], overrides: Sequence[str], folder: Path
+) -> None:
+    """Run, files, table. Raises what is wrong with the settings."""
+    console = Console()
+    if mode == KAPPA:
+        model, hardware = _machine(config, overrides)
+        row = kappa_record(model, hardware).as_row()
+        files.write_row(folder, row, config, files.provenance(config, overrides))
+        print_kappa(model, hardware, console)
+        return
+    job = build_serve(config, overrides)
+    outcome = _with_bar(job)
+    write_serve(folder, job, outcome, config, files.provenance(config, overrides))
+    console.print(serve_table(job, outcome.record, console))
+
+
+def run_in_sweep(
+    mode: str,
+    config: Mapping[str, object],
+    overrides: Sequence[str],
+    folder: Path,
+    label: str,
+    provenance: Mapping[str, object],
+) -> tuple[str, str]:
+    """Run and files; returns the row's status and the line to print."""
+    if mode == KAPPA:
+        record = kappa_record(*_machine(config, overrides))
+        files.write_row(folder, record.as_row(), config, provenance)
+        return record.status, kappa_line(label, overrides, record)
+    job = build_serve(config, overrides)
+    outcome = serve_job(job)
+    write_serve(folder, job, outcome, config, provenance)
+    return outcome.record.status, serve_line(label, overrides, outcome.record)
+
+
+def _machine(
+    config: Mapping[str, object], overrides: Sequence[str]
+) -> tuple[ModelSpec, HardwareProfile]:
+    check_keys(config)
+    model = model_of(group_of(config, "model"), overrides)
+    return model, hardware_from_mapping(group_of(config, "hardware"))
+
+
+def _with_bar(job: ServeJob) -> ServeOutcome:
+    """The run behind a progress bar on stderr, which a pipe or a file does not get."""
+    console = Console(stderr=True)
+    columns = (TextColumn("serving"), BarColumn(), MofNCompleteColumn(), TextColumn("turns"))
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True,
+        disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task("serving", total=None)
+        return serve_job(job, lambda done, total: bar.update(task, completed=done, total=total))

@@ -1,0 +1,209 @@
+"""Best-first search among candidates: simulate the most promising until no other can be better.
+
+Every candidate gets an upper bound on its value (``policies.cost.bound``), which is cheap; those
+whose bound does not reach the best simulated value are never simulated. So the best found is the
+best there is. What readers get wrong: that holds for the candidates that were enumerated, not for
+all ways to run the workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from policies.cost.bound import RunBound, run_bound
+from policies.cost.model import CostModel
+from policies.errors import Infeasible, OutOfMemory
+from policies.plan.memory import check_run
+from policies.spec.hardware import HardwareProfile
+from policies.spec.workload import Block
+from sim.candidates import Candidate, Space
+from sim.job import make_job
+from sim.pack import Job
+from sim.result import RunRecord
+from sim.run import RunSpec, simulate
+
+OBJECTIVES = ("decode_tokens_per_s", "prefill_tokens_per_s", "requests_per_s")
+# A bound prices all decode steps as the middle one, which a curve that bends the wrong way between
+# two measured points may exceed by a little.
+SLACK = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is best: the largest ``name`` among runs whose mean TPOT is at most ``max_tpot_s``.
+
+    ``requests_per_s`` is requests over the makespan of the whole job, prefill included.
+    """
+
+    name: str = OBJECTIVES[0]
+    max_tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in OBJECTIVES:
+            raise ValueError(f"advise.objective: {self.name!r} is none of {', '.join(OBJECTIVES)}")
+        if self.max_tpot_s is not None and not self.max_tpot_s > 0:
+            raise ValueError(f"advise.max_tpot_s: {self.max_tpot_s} must be > 0 or null")
+
+    def value(self, record: RunRecord) -> float | None:
+        """Value of a run; None for one that does not count."""
+        if record.status != "ok":
+            return None
+        if self.max_tpot_s is not None and (record.tpot_s or 0.0) > self.max_tpot_s:
+            return None
+        if self.name == "requests_per_s":
+            return (record.n_requests or 0) / (record.makespan_s or 1.0)
+        value: float | None = getattr(record, self.name)
+        return value
+
+    def upper(self, bound: RunBound, job: Job) -> float:
+        """Value that no run with this bound exceeds; 0 where it cannot count."""
+        if self.max_tpot_s is not None and (bound.tpot_s or 0.0) > self.max_tpot_s * (1 + SLACK):
+            return 0.0
+        work, least_s = {
+            "decode_tokens_per_s": (job.decode_tokens, bound.decode_s),
+            "prefill_tokens_per_s": (job.prompt_tokens, bound.prefill_s),
+            "requests_per_s": (job.n_requests, bound.makespan_s),
+        }[self.name]
+        return (1 + SLACK) * work / least_s if work and least_s else float("inf") if work else 0.0
+
+
+class Bounded(NamedTuple):
+    """A candidate and the value that it cannot exceed."""
+
+    candidate: Candidate
+    upper: float
+
+
+class Tried(NamedTuple):
+    """A candidate that was simulated; ``value`` None where the run does not count."""
+
+    candidate: Candidate
+    record: RunRecord
+    value: float | None
+
+
+@dataclass(slots=True)
+class Machine:
+    """Candidates on one machine: bounded and simulated, each at most once."""
+
+    base: RunSpec
+    hardware: HardwareProfile
+    objective: Objective
+    jobs: dict[tuple[int, int], Job] = field(default_factory=dict)  # shared between machines
+    _tried: dict[Candidate, Tried] = field(default_factory=dict)
+    n_unfit: int = 0
+
+    @property
+    def n_simulated(self) -> int:
+        """Simulations so far."""
+        return len(self._tried)
+
+    def job(self, candidate: Candidate) -> Job:
+        """The job of a candidate: its requests, packed. ``Infeasible`` where none is left."""
+        key = candidate.batch_size, candidate.n_batches
+        if key not in self.jobs:
+            spec = candidate.spec(self.base, self.hardware)
+            self.jobs[key] = make_job(
+                spec.workload, spec.model, spec.hardware, spec.policy, spec.seed
+            )
+        return self.jobs[key]
+
+    def upper(self, candidate: Candidate) -> float | None:
+        """Bound on the candidate's value; None where it does not fit."""
+        job = self.job(candidate)
+        model, policy = self.base.model, candidate.policy
+        blocks = policy.blocks(job.blocks)
+        placement = policy.place(model, self.hardware, blocks)
+        try:
+            check_run(model, self.hardware, placement, policy.buffers, blocks)
+        except OutOfMemory:
+            self.n_unfit += 1
+            return None
+        bound = run_bound(policy, CostModel(model, self.hardware, placement), blocks)
+        return self.objective.upper(bound, job)
+
+    def tried(self, candidate: Candidate) -> Tried:
+        """The candidate's run."""
+        if candidate not in self._tried:
+            record = simulate(candidate.spec(self.base, self.hardware)).record
+            self._tried[candidate] = Tried(candidate, record, self.objective.value(record))
+        return self._tried[candidate]
+
+    def enumerate(self, space: Space) -> list[Bounded]:
+        """All candidates of ``space`` that fit, with their bounds; simplest settings first.
+
+        Larger batches than the first that does not fit are not looked at, nor than the job has
+        requests.
+        """
+        found: list[Bounded] = []
+        for name in space.policies:
+            for n_batches in space.n_batches:
+                for variant in space.by_size(name, n_batches):
+                    found += self._while_they_fit(variant)
+            blocks = self._longest(space, name)
+            for candidate in space.flexgen(name, self.hardware, self.base, blocks):
+                found += self._while_they_fit([candidate])
+        return found
+
+    def _while_they_fit(self, growing: Sequence[Candidate]) -> Iterable[Bounded]:
+        for candidate in growing:
+            upper = self.upper(candidate)
+            if upper is None:
+                return
+            yield Bounded(candidate, upper)
+            if self.base.workload.source != "fixed":
+                job = self.job(candidate)
+                if candidate.batch_size * candidate.n_batches >= job.n_requests:
+                    return
+
+    def _longest(self, space: Space, name: str) -> dict[int, Block]:
+        """By batch size the block with most tokens a sequence, whatever the number of batches."""
+        found: dict[int, Block] = {}
+        for size in space.sizes:
+            candidate = Candidate(name, space.policies[name], size, 1, ())
+            job = self.job(candidate)
+            found[size] = max(job.blocks, key=lambda block: block.max_tokens)
+            if self.base.workload.source != "fixed" and size >= job.n_requests:
+                break
+        return found
+
+
+def best_first(
+    machine: Machine,
+    bounded: Iterable[Bounded],
+    known: Iterable[Tried] = (),
+    progress: Callable[[Tried], None] = lambda _tried: None,
+) -> Tried | None:
+    """The candidate with the largest value, the first of equals; None where none counts.
+
+    ``known`` are runs to start from. Ties in the bound are tried in the order given.
+    """
+    best: Tried | None = None
+    for tried in known:
+        best = _better(best, tried)
+    for candidate, upper in sorted(bounded, key=lambda item: -item.upper):
+        if best is not None and best.value is not None and upper <= best.value:
+            break
+        tried = machine.tried(candidate)
+        progress(tried)
+        best = _better(best, tried)
+    return best
+
+
+def _better(best: Tried | None, tried: Tried) -> Tried | None:
+    if tried.value is None:
+        return best
+    if best is None or best.value is None or tried.value > best.value:
+        return tried
+    return best
+
+
+def feasible(machine: Machine, candidate: Candidate) -> bool:
+    """Whether the candidate has requests to run."""
+    try:
+        machine.job(candidate)
+    except Infeasible:
+        return False
+    return True
