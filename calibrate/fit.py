@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
-from scipy.optimize import isotonic_regression, nnls
+from scipy.optimize import isotonic_regression, least_squares, nnls
 
 from calibrate.predict import work
 from calibrate.record import Point
@@ -24,6 +24,7 @@ from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import Link
 
 MIN_LINK_POINTS = 3
+LINK_SCALE = 0.01  # relative errors that large are ordinary
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,10 @@ class LinkFit:
 
 
 def fit_link(points: Sequence[Point], from_bytes: float) -> LinkFit:
-    """Least squares of ``(t0 + s / rate) / t - 1`` over sizes from ``from_bytes`` on.
+    """Robust least squares of ``(t0 + s / rate) / t - 1`` over sizes from ``from_bytes`` on.
 
+    Errors beyond ``LINK_SCALE`` count by their size, not its square (soft L1): a small copy can be
+    twice as slow from one run to the next, and the rate of large ones must not make up for that.
     If fewer than three sizes are that large, the three largest are used. ``t0`` is kept >= 0; a
     single size has nothing to say about it and leaves it 0. ``ValueError`` without points.
     """
@@ -55,13 +58,25 @@ def fit_link(points: Sequence[Point], from_bytes: float) -> LinkFit:
         return LinkFit(Link(0.0, rate), math.inf, math.inf, float(size[0]))
     terms = np.stack([1.0 / seconds, size / seconds], axis=1)  # [n_sizes, (t0, 1 / rate)]
     scale = np.linalg.norm(terms, axis=0)
-    solution, _ = nnls(terms / scale, np.ones(len(kept)))
+    start, _ = nnls(terms / scale, np.ones(len(kept)))
+    solution = least_squares(
+        lambda p: terms / scale @ p - 1.0,
+        np.maximum(start, 1e-9),
+        bounds=(0.0, np.inf),
+        loss="soft_l1",
+        f_scale=LINK_SCALE,
+        xtol=1e-15,
+        ftol=1e-15,
+        gtol=1e-15,
+    ).x
     latency, per_byte = (solution / scale).tolist()
     if per_byte <= 0:  # seconds that do not grow with size: noise, which the residual will show
         latency, per_byte = 0.0, float(seconds.sum() / size.sum())
     left = 1.0 - terms @ np.array([latency, per_byte])
     dof = max(1, len(kept) - 2)
-    covariance = np.linalg.pinv(terms.T @ terms) * float(left @ left) / dof
+    weight = 1.0 / np.sqrt(1.0 + (left / LINK_SCALE) ** 2)
+    covariance = np.linalg.pinv((terms * weight[:, None]).T @ terms)
+    covariance *= float(left @ (weight * left)) / dof
     se = np.sqrt(np.diag(covariance))
     return LinkFit(
         Link(latency, 1.0 / per_byte), float(se[0]), float(se[1]) / per_byte**2, float(size[0])

@@ -25,7 +25,6 @@ from rich.table import Table
 
 from policies.cost.model import CostModel
 from policies.drive import Decision, Policy, StepContext, drive
-from policies.plan.link import link
 from policies.plan.op import Kind, Op
 from policies.spec.workload import Block
 from sim.engine import SimBackend
@@ -62,7 +61,7 @@ class Row:
     """One policy: numbers of ops, and CPU seconds in which they were run and planned.
 
     ``simpy_s`` and ``fast_s`` cover everything from a step's decision to a block's metrics,
-    ``*_alone_s`` the execution of what is linked, or an array, already.
+    ``*_alone_s`` linking and executing ops, or arrays, that exist already.
     """
 
     policy: str
@@ -146,8 +145,8 @@ def _blocks(
 
 
 def _simpy_alone_s(policy: Policy, blocks: Sequence[Block], costs: CostModel) -> float:
-    linked = list(link(drive(policy, blocks, costs)))
-    return _cpu(lambda: SimBackend(costs, costs.hardware.duplex).run_linked(linked))[0]
+    ops = list(drive(policy, blocks, costs))
+    return _cpu(lambda: SimBackend(costs, costs.hardware.duplex).run(ops))[0]
 
 
 def _fast_alone_s(policy: Policy, blocks: Sequence[Block], costs: CostModel) -> float:
@@ -167,8 +166,8 @@ def _fast_alone_s(policy: Policy, blocks: Sequence[Block], costs: CostModel) -> 
 def executors_table(rows: Sequence[Row]) -> Table:
     """Compiled against SimPy."""
     table = Table(title="Executors, M ops per CPU second", box=SIMPLE)
-    names = ("policy", "ops simpy", "ops fast", "simpy", "fast", "times")
-    for name in (*names, "simpy alone", "fast alone", "times"):
+    names = ("policy", "M ops", "", "simpy", "fast", "times")
+    for name in (*names, "alone: simpy", "fast", "times"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for r in rows:
         whole = (r.simpy_ops / r.simpy_s / 1e6, r.fast_ops / r.fast_s / 1e6)
@@ -178,7 +177,7 @@ def executors_table(rows: Sequence[Row]) -> Table:
             for simpy, fast in (whole, alone)
             for text in (f"{simpy:.3f}", f"{fast:.1f}", f"{fast / simpy:.0f}")
         ]
-        table.add_row(r.policy, f"{r.simpy_ops:,}", f"{r.fast_ops:,}", *cells)
+        table.add_row(r.policy, f"{r.simpy_ops / 1e6:.1f}", f"{r.fast_ops / 1e6:.1f}", *cells)
     return table
 
 

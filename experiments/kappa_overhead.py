@@ -40,11 +40,11 @@ def overhead(results: pd.DataFrame, folder: Path, path: Path) -> None:  # noqa: 
             if row["model"] == "qwen3-235b-a22b":
                 axes.plot(*PAPER, "s", color="#D55E00", fillstyle="none")
                 axes.annotate("paper: 86\n(T = 64)", PAPER, xytext=(9, -3), ha="left",
-                              textcoords="offset points", fontsize=7.5, color="#D55E00")  # fmt: skip
+                              textcoords="offset points", fontsize=7, color="#D55E00")  # fmt: skip
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_title(row["model"])
-        for axes in axes_of[len(rows):]:
+        for axes in axes_of[len(rows) :]:
             axes.set_axis_off()
         for row_axes in out.axes:
             row_axes[0].set_ylabel("POH")

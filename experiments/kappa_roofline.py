@@ -40,12 +40,14 @@ def rooflines(results: pd.DataFrame, folder: Path, path: Path) -> None:  # noqa:
                     axes.plot([crit], [most / 1e12], "o", color=colour, ms=4)
             for words, ratio in WORKLOADS.items():
                 axes.axvline(ratio, color="#777777", ls=":", lw=1)
-                axes.text(ratio, 0.02, f" {words}", rotation=90, va="bottom", ha="right",
-                          fontsize=7, color="#555555", transform=axes.get_xaxis_transform())  # fmt: skip
+                axes.text(
+                    ratio, 0.02, f" {words}", rotation=90, va="bottom", ha="right", fontsize=7,
+                    color="#555555", transform=axes.get_xaxis_transform(),
+                )  # fmt: skip
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_title(model)
-        for axes in axes_of[len(models):]:
+        for axes in axes_of[len(models) :]:
             axes.set_axis_off()
         for row in out.axes:
             row[0].set_ylabel("TFLOP/s")

@@ -208,43 +208,49 @@ class VramAware:
 class UtilisationAware:
     """The set that schedules most new tokens under memory and budget (papers.md 1.2).
 
-    A request's value is its new tokens (at most the budget) plus ``aging_tokens_per_s`` for every
-    second that it has waited, so priority grows linearly with waiting. ``exact`` solves the
-    knapsack, else the greedy set is taken. Overdue requests come first, in order of arrival. Budget
-    that whole requests leave is given to the first that fits, which is then prefilled in chunks.
+    Where first fit in order of arrival fills the budget, no set schedules more, and that one is
+    taken. Else a request's value is its new tokens (at most the budget) plus ``aging_per_s`` for
+    every second that it has waited longer than the latest arrival in view and every token of
+    memory that it needs: its priority, value per memory, is ``T / (K + T)`` and grows linearly with
+    waiting, so whoever has waited ``1 / aging_per_s`` seconds longer outranks any other. Waiting
+    that all share cancels. Filling all memory is worth the share ``memory_weight`` of the budget:
+    with nothing for it, a budget that few small requests fill leaves memory empty which large
+    prefixes need sooner or later. ``exact`` solves the knapsack, else the greedy set is taken. Overdue requests come first, in order of arrival.
+    Budget that whole requests leave is given to the first that fits, in chunks.
     """
 
     rules: Rules = field(default_factory=Rules)
     exact: bool = False
-    aging_tokens_per_s: float = 1.0
+    aging_per_s: float = 0.1
+    memory_weight: float = 0.1
     name: str = "utilisation-aware"
 
     def __post_init__(self) -> None:
-        if not self.aging_tokens_per_s >= 0:
-            raise ValueError(
-                f"admission.aging_tokens_per_s: {self.aging_tokens_per_s} must be >= 0"
-            )
+        for name in ("aging_per_s", "memory_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"admission.{name}: {getattr(self, name)} must be >= 0")
 
     def choose(self, queue: Sequence[Waiting], view: AdmissionView) -> tuple[int, ...]:
         """Overdue requests, then the knapsack, then one request in part."""
-        return self.rules.settle(
-            queue, view, lambda rest, room: self._packed(queue, rest, view.now_s, room)
-        )
+        return self.rules.settle(queue, view, lambda rest, room: self._packed(queue, rest, room))
 
-    def _packed(
-        self, queue: Sequence[Waiting], positions: Sequence[int], now_s: float, room: Room
-    ) -> list[int]:
+    def _packed(self, queue: Sequence[Waiting], positions: Sequence[int], room: Room) -> list[int]:
         """Positions of the most valuable set, and of one more request in part if budget is left."""
         if room.budget <= 0 or room.seqs <= 0 or not positions:
             return []
+        first = _fill(queue, positions, room)
+        if sum(queue[i].request.n_prefill for i in first) >= room.budget:
+            return first
         requests = [queue[i].request for i in positions]
         tokens = [min(r.n_prefill, room.budget) for r in requests]
         memory = [r.n_tokens for r in requests]
-        age = self.aging_tokens_per_s
+        age, fill = self.aging_per_s, self.memory_weight * room.budget / max(1, room.free)
         values: Sequence[float] = tokens
-        if age:
+        if age or fill:
+            latest_s = max(r.arrival_s for r in requests)
             values = [
-                t + age * (now_s - r.arrival_s) for t, r in zip(tokens, requests, strict=True)
+                t + (fill + age * (latest_s - r.arrival_s)) * n
+                for t, r, n in zip(tokens, requests, memory, strict=True)
             ]
         solve = knapsack.exact if self.exact else knapsack.greedy
         picked = solve(values, memory, tokens, room.free, room.budget)[: room.seqs]

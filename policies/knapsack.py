@@ -4,7 +4,7 @@
 
 Two constraints make it hard, but not at this size: HiGHS solves a window of some hundred requests
 in milliseconds, and the greedy set is what a scheduler can afford every iteration. What readers
-get wrong: greedy by value per memory alone may be arbitrarily bad; the better of three orders is
+get wrong: greedy by value per memory alone may be arbitrarily bad; the best of three orders is
 taken, and ``gap`` measures what is lost.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy.optimize import LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from policies.errors import Infeasible
 
@@ -25,11 +25,7 @@ def exact(
     free: int,
     budget: int,
 ) -> tuple[int, ...]:
-    """Positions of an optimal set, increasing; ``Infeasible`` if the solver finds no optimum.
-
-    Of equally valuable sets the one that holds less memory is taken, by a penalty too small to
-    change the value where values are whole tokens.
-    """
+    """Positions of an optimal set, increasing; ``Infeasible`` if the solver finds no optimum."""
     _check(values, memory_tokens, budget_tokens)
     fits = [
         i for i in range(len(values)) if memory_tokens[i] <= free and budget_tokens[i] <= budget
@@ -39,12 +35,11 @@ def exact(
     memory = np.array([memory_tokens[i] for i in fits], dtype=float)
     budgets = np.array([budget_tokens[i] for i in fits], dtype=float)
     gain = np.array([values[i] for i in fits], dtype=float)
-    penalty = 0.5 * memory / max(1.0, float(memory.sum()))
     result = milp(
-        c=penalty - gain,
+        c=-gain,
         constraints=LinearConstraint(np.vstack([memory, budgets]), ub=[free, budget]),
-        integrality=np.ones(len(fits)),
-        bounds=(0, 1),
+        integrality=np.ones(len(fits), dtype=np.int64),
+        bounds=Bounds(0.0, 1.0),
         options={"mip_rel_gap": 0.0},
     )
     if result.x is None:
@@ -70,9 +65,9 @@ def greedy(
     ]
     if not fits:
         return ()
-    if sum(memory_tokens[i] for i in fits) <= free:
-        if sum(budget_tokens[i] for i in fits) <= budget:
-            return tuple(fits)
+    need = sum(memory_tokens[i] for i in fits), sum(budget_tokens[i] for i in fits)
+    if need[0] <= free and need[1] <= budget:
+        return tuple(fits)
     by_memory = 1.0 / free
     by_budget = 1.0 / budget if budget else 0.0
 

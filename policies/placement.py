@@ -71,11 +71,22 @@ class Placement:
             model, layer, scope, "disk"
         )
 
+    def layer_kinds(self, model: ModelSpec) -> dict[int, int]:
+        """A layer of every kind and how many there are: same weights, same shares, same bytes."""
+        kinds: dict[object, list[int]] = {}
+        known: dict[tuple[int, bool], list[int]] = {}  # identity is quicker to look up than value
+        for layer, shares in enumerate(self.weights):
+            moe = model.is_moe(layer)
+            layers = known.get((id(shares), moe))
+            if layers is None:
+                layers = known[id(shares), moe] = kinds.setdefault((shares, moe), [])
+            layers.append(layer)
+        return {layers[0]: len(layers) for layers in kinds.values()}
+
     def total_weight_bytes(self, model: ModelSpec, tier: str) -> int:
         """Bytes of all layers' weights whose home is ``tier``."""
-        return sum(
-            self.weight_bytes(model, layer, Scope.LAYER, tier) for layer in range(model.n_layers)
-        )
+        kinds = self.layer_kinds(model).items()
+        return sum(n * self.weight_bytes(model, i, Scope.LAYER, tier) for i, n in kinds)
 
 
 def block_kv_bytes(model: ModelSpec, block: Block) -> int:
@@ -102,8 +113,8 @@ def host_placement(
     streamed = sum(model.layer_bytes(i) for i in range(resident_layers, model.n_layers))
     weights_on_disk = max(0.0, 1.0 - room / streamed) if streamed else 0.0
     away = Shares(0.0, 1.0 - weights_on_disk, weights_on_disk)
-    layers = tuple((ON_GPU, ON_GPU) if i < resident_layers else (away, away)
-                   for i in range(model.n_layers))  # fmt: skip
+    here, there = (ON_GPU, ON_GPU), (away, away)
+    layers = tuple(here if i < resident_layers else there for i in range(model.n_layers))
     room = max(0.0, room - streamed * away.host)  # what weights fill leaves a rounding error
     kv = []
     for block in blocks:
@@ -131,14 +142,19 @@ def flexgen_placement(
             raise ValueError(
                 f"policy.percent: {list(percent)} needs pairs (GPU, CPU) >= 0 that sum to <= 100"
             )
-    layers = []
+    layers: list[tuple[Shares, Shares]] = []
+    alike: dict[bool, tuple[Shares, Shares]] = {}
     for layer in range(model.n_layers):
-        attention = _by_midpoint(list(model.attention_matrices().values()), *pairs[0])
-        mlp = _by_midpoint(list(model.mlp_matrices(layer).values()), *pairs[0])
-        layers.append((attention, mlp))
+        moe = model.is_moe(layer)
+        if moe not in alike:
+            attention = _by_midpoint(list(model.attention_matrices().values()), *pairs[0])
+            mlp = _by_midpoint(list(model.mlp_matrices(layer).values()), *pairs[0])
+            alike[moe] = attention, mlp
+        layers.append(alike[moe])
     kv = tuple(_whole_sequences(block.batches[0].n_seqs, *pairs[1]) for block in blocks)
     gpu, cpu = pairs[2]
-    act = Shares(gpu / 100, cpu / 100, max(0.0, 1 - gpu / 100 - cpu / 100))
+    rest = 100 - gpu - cpu  # of percentages with two digits it may be a rounding error
+    act = Shares(gpu / 100, cpu / 100, rest / 100 if rest > 1e-9 else 0.0)
     return Placement(weights=tuple(layers), kv=kv, act=act)
 
 

@@ -43,8 +43,8 @@ class IterationView:
     ``overlap``: loads run layer by layer beside compute. ``budget_tokens`` tokens may be computed
     in this iteration beyond everybody's new ones. ``totals(split)`` predicts the iteration with
     all admitted requests, those decided before as they were decided and later ones loaded; the LM
-    head, which no load can hide behind, is left out. ``head_s(n)`` is the time to compute the first n tokens of the prefix, ``load_s(n)`` that
-    to load n tokens.
+    head, which no load can hide behind, is left out. ``head_s(n)`` is the time to compute the
+    first n tokens of the prefix, ``load_s(n)`` that to load n tokens.
     """
 
     overlap: bool

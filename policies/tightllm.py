@@ -91,12 +91,15 @@ class TightLLM:
         context = tuple(self._bucket(n) for n in ctx.n_ctx())
         kv = ctx.placement.kv[ctx.block.index]
         key = (ctx.is_prefill, ctx.block.batches, context, kv)
-        known = ctx.memo.get(key)
-        if known is not None:
-            return known
-        decision = self._solve(ctx, context)
-        ctx.memo[key] = Decision(decision.n_recompute, decision.slices, decision.solver)
-        return decision
+        decision = known = ctx.memo.get(key)
+        if decision is None:
+            decision = self._solve(ctx, context)
+            ctx.memo[key] = Decision(decision.n_recompute, decision.slices, decision.solver)
+        # All of a bucket's context means all of each step's: a few loaded tokens save nothing.
+        chosen = zip(decision.n_recompute, context, ctx.n_ctx(), strict=True)
+        n_recompute = tuple(n_ctx if n == known_ctx else n for n, known_ctx, n_ctx in chosen)
+        spent = decision.solve_s if known is None else 0.0
+        return Decision(n_recompute, decision.slices, decision.solver, spent)
 
     def _bucket(self, n_ctx: int) -> int:
         return n_ctx - n_ctx % self.bucket_tokens if n_ctx >= self.bucket_tokens else n_ctx

@@ -66,15 +66,20 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"requests: two of them are named {twice!r}, a name is a folder")
     options = _options(arguments)
     arenas = Arenas.of(options.device)
+    failed = 0
     try:
         for read in requests:
             request = read
             if arguments.gpu_mem_cap is not None:
                 request = replace(read, gpu_mem_cap_bytes=arguments.gpu_mem_cap)
-            _run_one(request, options, arenas, arguments.out, console)
+            try:
+                _run_one(request, options, arenas, arguments.out, console)
+            except ValueError as error:  # of this request: the others run all the same
+                console.print(f"error: {request.name}: {error}", style="red", markup=False)
+                failed += 1
     finally:
         arenas.close()
-    return 0
+    return 2 if failed else 0
 
 
 def _run_one(

@@ -79,7 +79,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     # Not cuDNN: it plans anew for every shape.
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=repeated)
-    out = out.view(n_seqs, n_heads, n_queries, head_dim)  # [S, H, T, D]
+    out = out.reshape(n_seqs, n_heads, n_queries, head_dim)  # [S, H, T, D]
     return out.permute(2, 0, 1, 3).reshape(n_queries * n_seqs, n_heads * head_dim)
 
 

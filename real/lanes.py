@@ -1,8 +1,10 @@
-"""Lanes: one thread issues the ops of each lane in program order.
+"""Lanes: ops are issued in program order, by one thread a lane or by one for all.
 
 An op of a CUDA lane is issued as soon as what it waits for has been *issued*: its stream waits for
 the events, and the thread goes on. An op of a host lane (disk, CPU) runs on its thread, so who
-waits for one waits for its end. What readers get wrong: on the CPU twin every lane is a host lane;
+waits for one waits for its end. A plan without host lanes needs no threads: program order issues
+whatever an op waits for before it, and handing the interpreter from lane to lane costs up to
+milliseconds per synchronisation. What readers get wrong: on the CPU twin every lane is a host lane;
 the same threads and the same waits run there, only nothing is asynchronous.
 """
 
@@ -66,6 +68,10 @@ class Clock(Protocol):
         """Make the calling thread the one that issues for ``lane``."""
         ...
 
+    def release(self) -> None:
+        """Give the calling thread its own stream back."""
+        ...
+
     def wait(self, lane: Lane, index: int) -> None:
         """Make ``lane`` wait for the end of op ``index``, which was issued on a CUDA lane."""
         ...
@@ -117,6 +123,7 @@ class LaneRunner:
         self._progress = {lane: Progress(self._stop) for lane in Lane}
         self._failure: BaseException | None = None
         self._steps: dict[Lane, list[_Step]] = {lane: [] for lane in Lane}
+        self._order: list[tuple[Lane, _Step]] = []
         position: list[tuple[Lane, int]] = []  # lane and place in it of every op
         for (index, op, deps), run in zip(linked, runs, strict=True):
             lane = LANE_OF[op.kind]
@@ -128,23 +135,47 @@ class LaneRunner:
                     step.events.append(dep)
             position.append((lane, len(self._steps[lane])))
             self._steps[lane].append(step)
+            self._order.append((lane, step))
 
     def run(self) -> None:
         """Run all ops; the first error of a lane is raised here."""
+        if all(self._clock.is_async(lane) for lane, steps in self._steps.items() if steps):
+            self._run_inline()
+        else:
+            self._run_threads()
+
+    def _run_inline(self) -> None:
+        """One thread issues everything; a stream is made current only where it changes."""
+        current: Lane | None = None
+        try:
+            with torch.inference_mode():
+                for lane, step in self._order:
+                    if lane is not current:
+                        self._clock.bind(lane)
+                        current = lane
+                    self._issue(lane, step)
+        finally:
+            self._clock.release()
+
+    def _run_threads(self) -> None:
+        # Compute stays on the thread that warmed it up: libraries keep plans per thread.
+        lanes = {lane: steps for lane, steps in self._steps.items() if steps}
+        compute = lanes.pop(Lane.COMPUTE, [])
         threads = [
             threading.Thread(target=self._serve, args=(lane, steps), name=f"lane {lane}")
-            for lane, steps in self._steps.items()
-            if steps
+            for lane, steps in lanes.items()
         ]
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         try:
             for thread in threads:
                 thread.start()
+            self._serve(Lane.COMPUTE, compute)
             for thread in threads:
                 thread.join()
         finally:
             sys.setswitchinterval(before)
+            self._clock.release()
         if self._failure is not None:
             raise self._failure
 
@@ -163,20 +194,25 @@ class LaneRunner:
                 progress.wake()
 
     def _loop(self, lane: Lane, steps: list[_Step]) -> None:
-        clock, delay, advance = self._clock, self._delay, self._progress[lane].advance
+        advance = self._progress[lane].advance
         for step in steps:
             for progress, count in step.waits:
                 progress.wait(count)
-            for dep in step.events:
-                clock.wait(lane, dep)
-            if delay is not None:
-                delay(lane)
-            clock.start(lane, step.index)
-            if step.fence:
-                clock.drain()
-            step.run()
-            clock.end(lane, step.index)
+            self._issue(lane, step)
             advance()
+
+    def _issue(self, lane: Lane, step: _Step) -> None:
+        """Run one op, or put it on its stream, behind what it waits for."""
+        clock = self._clock
+        for dep in step.events:
+            clock.wait(lane, dep)
+        if self._delay is not None:
+            self._delay(lane)
+        clock.start(lane, step.index)
+        if step.fence:
+            clock.drain()
+        step.run()
+        clock.end(lane, step.index)
 
 
 class HostClock:
@@ -193,6 +229,9 @@ class HostClock:
 
     def bind(self, lane: Lane) -> None:
         """Nothing to bind."""
+
+    def release(self) -> None:
+        """Nothing to give back."""
 
     def wait(self, lane: Lane, index: int) -> None:
         """Never called: no lane is asynchronous."""

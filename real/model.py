@@ -121,12 +121,12 @@ class Decoder:
     def mlp(self, w: MlpWeights, hidden: Tensor, inner: Tensor) -> None:
         """MLP of ``hidden [T * S, d]`` with its norm and residual; ``inner`` is workspace."""
         x = self._norm(hidden, w.norm)  # [T * S, d]
-        _linear(x, w.up, inner)  # [T * S, F], or [T * S, 2 * F] where gated
         if self.model.gated_ffn:
+            _linear(x, w.up, inner)  # [T * S, 2 * F]
             gate, up = inner[:, : self.model.d_ffn], inner[:, self.model.d_ffn :]  # [T * S, F]
             F.silu(gate, inplace=True).mul_(up)
         else:
-            gate = inner.relu_()  # [T * S, F]
+            gate = _linear_relu(x, w.up, inner)  # [T * S, F]
         _linear_add(gate, w.down, hidden)
 
     def head(self, last: Tensor, logits: Tensor, tokens: Tensor) -> None:
@@ -168,6 +168,14 @@ def _linear(x: Tensor, layer: Linear, out: Tensor) -> None:
             torch.mm(x, weight_t, out=y)
         else:
             torch.addmm(bias, x, weight_t, out=y)
+
+
+def _linear_relu(x: Tensor, layer: Linear, out: Tensor) -> Tensor:
+    """``_linear`` and ReLU; in one kernel where the layer is one piece."""
+    if len(layer) == 1 and layer[0].bias is not None:
+        return torch._addmm_activation(layer[0].bias, x, layer[0].weight_t, out=out)
+    _linear(x, layer, out)
+    return out.relu_()
 
 
 def _linear_add(x: Tensor, layer: Linear, out: Tensor) -> None:

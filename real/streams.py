@@ -56,6 +56,10 @@ class CudaClock:
         if lane in CUDA_LANES:
             torch.cuda.set_stream(self.streams[lane])
 
+    def release(self) -> None:
+        """Back to the default stream."""
+        torch.cuda.set_stream(torch.cuda.default_stream(self._device))
+
     def wait(self, lane: Lane, index: int) -> None:
         """A stream waits for the event; the thread of a host lane waits itself."""
         event = self._ends[index]

@@ -77,6 +77,9 @@ def _complain(kind: str, message: str) -> None:
 
 def run_alone(config: Mapping[str, object], overrides: list[str], folder: Path) -> None:
     """Break-even, run, files, table. Raises what is wrong with the settings."""
+    for key in ("grid", "advise"):
+        if config.get(key) is not None:
+            raise ValueError(f"{key}: needs a sweep, add -m")
     mode = modes.mode_of(config)
     if mode != modes.OFFLINE:
         modes.run_alone(mode, config, overrides, folder)

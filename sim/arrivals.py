@@ -1,11 +1,11 @@
 """Arrivals: when each turn reaches the fleet.
 
 ``poisson``: ``rate`` is requests per second, as in the kappa paper's tables, so conversations start
-at rate / (mean turns) and turn i + 1 comes ``think_s`` after turn i has ended. ``trace``: the
-trace's own times, whatever happens meanwhile. ``open``: Poisson at ``rate`` too, but every turn by
-itself, in file order, as a benchmark client replays a data set. ``closed``: ``n_clients`` conversations at a time.
-``backlog``: all at time 0, in file order, every turn by itself. What readers get wrong: only with
-``poisson`` and ``closed`` does a slow server slow its clients down.
+at rate / (mean turns) and turn i + 1 comes ``think_s`` after turn i has ended. ``open``: Poisson at
+``rate`` too, but every turn by itself, in file order, as a benchmark client replays a data set.
+``trace``: the trace's own times, whatever happens meanwhile. ``closed``: ``n_clients``
+conversations at a time. ``backlog``: all at time 0, in file order, every turn by itself. What
+readers get wrong: only with ``poisson`` and ``closed`` does a slow server slow its clients down.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Clients:
             ordered = sorted(starts, key=lambda turn: turn.arrival_s)
             env.process(self._timetable([(t.arrival_s / arrivals.speedup, t) for t in ordered]))
         elif arrivals.mode == "closed":
-            self._after(0.0, lambda: [self._next_head() for _ in range(arrivals.n_clients)])
+            self._after(0.0, lambda: self._first_heads(arrivals.n_clients))
         else:
-            self._after(0.0, lambda: [submit(turn) for turn in starts])
+            self._after(0.0, lambda: self._all(starts))
 
     def ended(self, turn: Turn) -> None:
         """The next turn of the conversation, or the next conversation of a closed loop, is due."""
@@ -93,12 +93,20 @@ class Clients:
         elif self._arrivals.mode == "closed":
             self._after(self._arrivals.think_s, self._next_head)
 
+    def _first_heads(self, n: int) -> None:
+        for _ in range(n):
+            self._next_head()
+
+    def _all(self, turns: list[Turn]) -> None:
+        for turn in turns:
+            self._submit(turn)
+
     def _next_head(self) -> None:
         head = next(self._heads, None)
         if head is not None:
             self._submit(head)
 
-    def _after(self, delay_s: float, action: Callable[[], object]) -> None:
+    def _after(self, delay_s: float, action: Callable[[], None]) -> None:
         timeout = self._env.timeout(delay_s)
         timeout.callbacks.append(lambda _: action())
 

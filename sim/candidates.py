@@ -36,9 +36,7 @@ class Candidate:
     def spec(self, base: RunSpec, hardware: HardwareProfile) -> RunSpec:
         """The run of this candidate on ``hardware``, without a trace."""
         workload = replace(base.workload, batch_size=self.batch_size, n_batches=self.n_batches)
-        return replace(
-            base, hardware=hardware, policy=self.policy, workload=workload, trace="none"
-        )
+        return replace(base, hardware=hardware, policy=self.policy, workload=workload, trace="none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,16 +90,39 @@ class Composer:
         chosen = tuple(str(override.input_line) for override in parsed if override not in values)
         if chosen not in self._bases:
             self._bases[chosen] = compose(self.name, [*self.overrides, *chosen])
-        config = self._bases[chosen]
-        if values:
-            config = copy.deepcopy(config)
-            for override in values:
-                OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
-        return cast(dict[str, object], OmegaConf.to_container(config, resolve=True))
+        return _with_values(self._bases[chosen], values)
 
     def _sets_a_value(self, override: Override) -> bool:
-        """Whether ``override`` changes the value of a key rather than choosing a file of a group."""
+        """Whether ``override`` changes a value and does not choose a file of a group."""
         if override.type is not OverrideType.CHANGE or override.package is not None:
             return False
         job, key = self._bases[()], override.key_or_group
         return "." in key or (key in job and not OmegaConf.is_config(OmegaConf.select(job, key)))
+
+
+def _with_values(config: DictConfig, values: Sequence[Override]) -> dict[str, object]:
+    """Resolved ``config`` with values set; ``config`` is as before when this returns."""
+    changed = config
+    if any(OmegaConf.is_config(_raw(config, o.key_or_group)) for o in values):
+        changed = copy.deepcopy(config)  # merged into, which cannot be undone value by value
+    before: list[tuple[str, object]] = []
+    try:
+        for override in values:
+            key = override.key_or_group
+            raw = _raw(changed, key)
+            OmegaConf.update(changed, key, override.value(), merge=True)
+            before.append((key, raw))
+        return cast(dict[str, object], OmegaConf.to_container(changed, resolve=True))
+    finally:
+        for key, raw in reversed(before if changed is config else []):
+            OmegaConf.update(changed, key, raw, merge=False)
+
+
+def _raw(config: DictConfig, key: str) -> object:
+    """What stands at ``key``, interpolations as they are written."""
+    parent, _, name = key.rpartition(".")
+    holder = OmegaConf.select(config, parent) if parent else config
+    if not isinstance(holder, DictConfig) or name not in holder:
+        return None
+    found: object = OmegaConf.to_container(holder, resolve=False)[name]  # type: ignore[call-overload,index]
+    return OmegaConf.create(found) if isinstance(found, dict | list) else found

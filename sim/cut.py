@@ -14,19 +14,16 @@ from itertools import groupby
 from policies.placement import Placement, Shares
 from policies.spec.model import ModelSpec
 
-_AROUND = 3  # layers of a run that may differ from its inner ones: the first and the last two
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``model`` and homes of its ``weights``; layer i stands for layer ``stands_for[i]``.
+    """``model`` and homes of its ``weights``; ``classes`` numbers each layer's class, -1 last.
 
-    The last entry is the LM head. ``classes[i]`` numbers the class of a layer, -1 for the head.
+    The last entry is the LM head, which counts as a layer behind all others.
     """
 
     model: ModelSpec
     weights: tuple[tuple[Shares, Shares], ...]
-    stands_for: tuple[int, ...]
     classes: tuple[int, ...]
 
 
@@ -42,11 +39,13 @@ class Cutter:
         self.longest = max(runs)
         self._first = sum(runs[: runs.index(self.longest)])
 
-    def short(self, period: int) -> int | None:
-        """Layers to leave of the longest run; None if cutting takes away less than two periods."""
-        least = _AROUND + period
-        n = least + (self.longest - least) % period
-        return n if n + 2 * period <= self.longest else None
+    def lengths(self, period: int) -> range:
+        """How many layers to leave of the longest run, fewest first.
+
+        At most ten beyond a period, and at least two periods less than all.
+        """
+        least = period + (self.longest - period) % period
+        return range(least + period, min(self.longest - 2 * period, 10 + period) + 1, period)
 
     def cut(self, n: int) -> Cut:
         """The model with ``n`` layers left of its longest run."""
@@ -59,6 +58,5 @@ class Cutter:
         return Cut(
             model,
             tuple(self._placement.weights[i] for i in kept),
-            (*kept, self._model.n_layers),
             tuple(self.classes[i] for i in (*kept, self._model.n_layers)),
         )

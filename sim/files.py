@@ -129,6 +129,8 @@ def cell_hash(config: Mapping[str, object], trace: str | None) -> str:
     Settings of the sweep around it are left out: a cell is the same however it came to be run.
     """
     decisive = {key: value for key, value in config.items() if key not in AROUND}
+    if config.get("advise") is not None:
+        decisive["advise"] = config["advise"]  # then the row is an answer to that question
     return profile_hash({"config": decisive, "trace": trace})
 
 

@@ -200,7 +200,10 @@ class _Fleet:
             f"{s.held_tokens} of {s.capacity_tokens} tokens held"
             for s in self.servers
         )
-        return f"stalled at {self._env.now:.6f} s with {left} of {self._n_turns} turns left: {machines}"
+        return (
+            f"stalled at {self._env.now:.6f} s with {left} of {self._n_turns} turns left: "
+            f"{machines}"
+        )
 
     def store_counts(self) -> dict[str, int]:
         """Blocks demoted, promoted and dropped by all stores."""

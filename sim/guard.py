@@ -29,11 +29,11 @@ _BAR_WIDTH = 24
 _PERIOD_S = 0.5
 
 
-class SweepRefused(BaseException):  # noqa: N818 - like SystemExit: it ends the command
+class SweepRefused(BaseException):
     """A sweep that must not start."""
 
 
-class SweepFailed(BaseException):  # noqa: N818
+class SweepFailed(BaseException):
     """A sweep that ended, some of whose runs failed."""
 
 
@@ -58,23 +58,29 @@ class Guard(Callback):
             self.lock = FolderLock(folder)
             open_sweep(folder, _manifest(config), resume.active)
         except ValueError as error:
+            self._release()
             raise SweepRefused(str(error)) from error
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """Let go of the folder; ``SweepFailed`` if a run failed."""
-        if self.lock is not None:
-            self.lock.release()
+        self._release()
         _, n_failed = RowCount(Path(config.hydra.sweep.dir))()
         if n_failed:
             raise SweepFailed(f"{n_failed} runs failed")
 
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
 
 def _manifest(config: DictConfig) -> dict[str, object]:
     overrides = without_sweep(list(config.hydra.overrides.task))
-    params = OmegaConf.to_container(config.hydra.sweeper.get("params") or OmegaConf.create())
+    given = config.hydra.sweeper.get("params") or {}
+    params = {str(key): str(value) for key, value in given.items()}
     grid = config.get("grid")
     plain = OmegaConf.to_container(grid, resolve=True) if OmegaConf.is_config(grid) else grid
-    swept = [f"{key}={value}" for key, value in dict(params or {}).items()]  # type: ignore[call-overload]
+    swept = [f"{key}={value}" for key, value in params.items()]
     n_runs = count_jobs([*swept, *overrides]) * len(expand(plain, overrides))
     return {"overrides": sorted(overrides), "params": params, "grid": plain, "n_runs": n_runs}
 

@@ -1,4 +1,4 @@
-"""``python -m sim.kappa model=NAME hardware=NAME``: when is a cached prefix transfer-bound?
+"""``python -m sim.kappa model=NAME hardware=NAME``: when a cached prefix is transfer-bound.
 
 Prints kappa_M, kappa_HW and kappa_crit in every variant and what other links and caches would
 change. Nothing is simulated here; ``+experiment=kappa`` finds kappa_crit with the simulator.

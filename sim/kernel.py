@@ -37,11 +37,19 @@ Function = Callable[..., Any]
 
 # Nothing here allocates, so nothing needs a reference count, and counting would take nine tenths of
 # the time: every access to an array in a tuple counts. No public option says so.
-_OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy", "_nrt": False}
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
 
 
 def _compile(function: Function) -> Function:
-    compiled: Function = njit(**_OPTIONS)(function)
+    """Compile at the first call, or load what was compiled.
+
+    The cache on disk is renewed when this file changes, not when ``sim.arrays`` does.
+    """
+    compiled: Function
+    try:
+        compiled = njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError:  # no folder that can be written to
+        compiled = njit(**_OPTIONS)(function)
     return compiled
 
 

@@ -81,7 +81,8 @@ class PowerModel:
         widths[-1] = max(end_s - (n - 1) * self.window_s, 1e-9)
 
         def share(seconds: Seconds) -> Seconds:
-            return np.minimum(1.0, np.bincount(at, seconds, n) / widths)
+            busy: Seconds = np.bincount(at, seconds, n) / widths
+            return np.clip(busy, 0.0, 1.0)
 
         watts = [
             self.watts(busy, flops, copy)

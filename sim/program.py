@@ -8,6 +8,7 @@ executor asks. An amount is priced once for all steps in which its numbers are t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -20,7 +21,8 @@ from policies.plan.op import LANE_OF, Kind, Lane, Op
 from policies.spec.model import ModelSpec
 from sim.arrays import N_LANES, Floats, Ints, Longs, Program
 from sim.cut import Cutter
-from sim.template import Amount, Families, Guards, Template, TemplateMaker, plain_template
+from sim.forms import Guards
+from sim.template import Families, Template, TemplateMaker, plain_template
 from sim.tracing import AMOUNTS, Step, variables
 
 _MAX_TEMPLATES = 2048  # kept for later blocks; about 0.1 MB each
@@ -43,7 +45,7 @@ class BlockProgram:
     nbytes: dict[tuple[Lane, Kind], int]
     _block: int
     _templates: list[Template]
-    _numbers: list[Longs]  # of each template, (its steps, n_amounts, len(AMOUNTS))
+    _rows: list[Floats]  # variables of each template's steps
 
     def n_ops_before(self, step: int) -> int:
         """Ops that are emitted before ``step`` begins; all of the block if it has no such step."""
@@ -59,7 +61,8 @@ class BlockProgram:
         of_step, numbers = self.arrays.step_template.tolist(), self.arrays.step_number.tolist()
         seen = [0] * len(self._templates)
         for t, number in zip(of_step, numbers, strict=True):
-            template, rows = self._templates[t], self._numbers[t][seen[t]].tolist()
+            template = self._templates[t]
+            rows, _, _ = template.numbers_over(self._rows[t][seen[t] : seen[t] + 1])
             seen[t] += 1
             where = zip(
                 template.amount.tolist(), template.ahead.tolist(), template.layer.tolist(),
@@ -93,6 +96,12 @@ class Programs:
         self.n_templates = 0  # made so far and kept
         self._prices: dict[tuple[object, ...], dict[tuple[int, ...], tuple[float, int]]] = {}
         self._n_prices = 0
+
+    def with_costs(self, costs: Costs) -> Programs:
+        """Programs with the same templates, priced by ``costs`` of the same placement."""
+        other = copy(self)
+        other._costs, other._prices, other._n_prices = costs, {}, 0
+        return other
 
     def of_block(self, steps: Sequence[Step], fence: Op) -> BlockProgram:
         """The program of a block from all its steps and the fence behind them.
@@ -144,55 +153,62 @@ class Programs:
     ) -> BlockProgram:
         """Evaluate and price the amounts of every step, template by template."""
         starts = np.zeros(len(of_step), np.int64)
-        amounts: list[Longs] = []
+        rows: list[Floats] = []
         seconds: list[Floats] = []
         lane_s, nbytes = np.zeros(N_LANES), dict[tuple[Lane, Kind], int]()
         at = 0
         for t, template in enumerate(templates):
             members = np.flatnonzero(of_step == t)
-            values = np.rint(x[members] @ template.forms + template.constants).astype(np.int64)
-            values = values.reshape(len(members), len(template.amounts), len(AMOUNTS))
-            table = np.empty(values.shape[:2])
-            for a, amount in enumerate(template.amounts):
-                table[:, a], moved = self._price(amount, values[:, a], block)
+            table, moved = self._price(template, x[members], block)
+            uses = np.array([amount.uses for amount in template.amounts])
+            for amount, spent_s, n in zip(
+                template.amounts, (table.sum(axis=0) * uses).tolist(), moved, strict=True
+            ):
                 kind = amount.sample.kind
                 lane = LANE_OF[kind]
-                lane_s[_LANES.index(lane)] += table[:, a].sum() * amount.uses
-                nbytes[lane, kind] = nbytes.get((lane, kind), 0) + moved * amount.uses
+                lane_s[_LANES.index(lane)] += spent_s
+                nbytes[lane, kind] = nbytes.get((lane, kind), 0) + n * amount.uses
             starts[members] = at + np.arange(len(members)) * table.shape[1]
             at += table.size
             seconds.append(table.ravel())
-            amounts.append(values)
+            rows.append(x[members])
         arrays = assemble(
             templates, of_step, numbers, starts, np.concatenate(seconds), self._families.n_slots
         )
         n_ops = int(arrays.lane_ops.sum(axis=1)[of_step].sum())
-        return BlockProgram(
-            arrays, n_ops, max(numbers) + 1, lane_s, nbytes, block, templates, amounts
-        )  # fmt: skip
+        return BlockProgram(arrays, n_ops, max(numbers) + 1, lane_s, nbytes, block, templates, rows)
 
-    def _price(self, amount: Amount, values: Longs, block: int) -> tuple[Floats, int]:
-        """Seconds of an amount in each step, and its bytes summed over the steps.
+    def _price(self, template: Template, x: Floats, block: int) -> tuple[Floats, list[int]]:
+        """Seconds of each amount in each step, (n_steps, n_amounts), and its bytes in all steps.
 
-        ``values`` has shape (n_steps, len(AMOUNTS)). Prices are looked up by the numbers that vary.
+        Prices are looked up by the numbers that vary over the steps, the others choose the table.
         """
-        varying = np.flatnonzero((values != values[0]).any(axis=0))
-        common = values[0].tolist()
-        for column in varying.tolist():
-            common[column] = -1
-        key = (amount.share, self._placement.kv[block], *common)
-        prices = self._prices.setdefault(key, {})
-        seconds, total = [], 0
-        rows = values[:, varying].tolist() if varying.size else [[]]
-        for i, row in enumerate(map(tuple, rows)):
-            price = prices.get(row)
-            if price is None:
-                price = prices[row] = self._ask(amount.sample, values[i].tolist(), block)
-            seconds.append(price[0])
-            total += price[1]
-        if varying.size:
-            return np.array(seconds), total
-        return np.full(len(values), seconds[0]), total * len(values)
+        home = self._placement.kv[block]
+        first, columns, values = template.numbers_over(x)
+        varying: dict[int, list[int]] = {}  # amount -> which of ``columns`` are its own
+        for i, column in enumerate(columns):
+            varying.setdefault(column // len(AMOUNTS), []).append(i)
+        table = np.empty((len(x), len(template.amounts)))
+        moved = []
+        for a, (amount, common) in enumerate(zip(template.amounts, first, strict=True)):
+            own = varying.get(a, [])
+            numbers = list(common)
+            fields = [columns[i] % len(AMOUNTS) for i in own]
+            for at in fields:
+                common[at] = -1
+            prices = self._prices.setdefault((amount.share, home, *common), {})
+            total, column_s = 0, []
+            for row in map(tuple, values[:, own].tolist() if own else [[]]):
+                price = prices.get(row)
+                if price is None:
+                    for at, number in zip(fields, row, strict=True):
+                        numbers[at] = number
+                    price = prices[row] = self._ask(amount.sample, numbers, block)
+                column_s.append(price[0])
+                total += price[1]
+            table[:, a] = column_s if own else column_s[0]
+            moved.append(total if own else total * len(x))
+        return table, moved
 
     def _ask(self, sample: Op, numbers: list[int], block: int) -> tuple[float, int]:
         """Seconds and bytes of one op."""

@@ -42,7 +42,6 @@ _CERTAIN = {
     "name", "provenance", "gpu_bytes", "host_bytes", "disk_bytes", "gpu_reserve_bytes",
     "host_reserve_bytes", "disk_reserve_bytes", "n_gpus", "idle_watts", "tdp_watts",
 }  # fmt: skip
-_TIMES = ("launch_s", "sync_s")
 UNCERTAIN = tuple(f.name for f in fields(HardwareProfile) if f.name not in _CERTAIN)
 
 
@@ -52,7 +51,7 @@ def scaled(hardware: HardwareProfile, resource: str, factor: float) -> HardwareP
         raise ValueError(f"resource: {resource!r} is none of {', '.join(RESOURCES)}")
     if not (factor > 0 and math.isfinite(factor)):
         raise ValueError(f"factor: {factor} must be a finite number > 0")
-    return _with_factors(hardware, dict.fromkeys(RESOURCES[resource], factor))
+    return with_factors(hardware, dict.fromkeys(RESOURCES[resource], factor))
 
 
 def sigmas(hardware: HardwareProfile, by_kind: Mapping[str, float]) -> dict[str, float]:
@@ -74,20 +73,21 @@ def sigmas(hardware: HardwareProfile, by_kind: Mapping[str, float]) -> dict[str,
     return found
 
 
-def sampled(
+def draw(
     hardware: HardwareProfile, deviations: Mapping[str, float], rng: np.random.Generator
-) -> HardwareProfile:
-    """A machine drawn around ``hardware``: every rate times an independent log-normal factor.
+) -> dict[str, float]:
+    """Independent log-normal factors of every rate, one possible truth about ``hardware``.
 
-    A curve keeps its shape. The duplex factor is drawn again until it lies in its domain [0.5, 1].
+    The duplex factor is drawn again until the result lies in its domain [0.5, 1].
     """
     factors = {n: math.exp(deviations[n] * rng.standard_normal()) for n in UNCERTAIN}
     while not 0.5 <= hardware.duplex * factors["duplex"] <= 1.0:
         factors["duplex"] = math.exp(deviations["duplex"] * rng.standard_normal())
-    return _with_factors(hardware, factors)
+    return factors
 
 
-def _with_factors(hardware: HardwareProfile, factors: Mapping[str, float]) -> HardwareProfile:
+def with_factors(hardware: HardwareProfile, factors: Mapping[str, float]) -> HardwareProfile:
+    """``hardware`` with numbers multiplied; a link keeps its latency, a curve its shape."""
     changed: dict[str, Any] = {}
     for name, factor in factors.items():
         value = getattr(hardware, name)

@@ -8,13 +8,14 @@ all ways to run the workload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 from policies.cost.bound import RunBound, run_bound
 from policies.cost.model import CostModel
-from policies.errors import Infeasible, OutOfMemory
+from policies.errors import OutOfMemory
 from policies.plan.memory import check_run
 from policies.spec.hardware import HardwareProfile
 from policies.spec.workload import Block
@@ -28,6 +29,19 @@ OBJECTIVES = ("decode_tokens_per_s", "prefill_tokens_per_s", "requests_per_s")
 # A bound prices all decode steps as the middle one, which a curve that bends the wrong way between
 # two measured points may exceed by a little.
 SLACK = 0.005
+
+
+class Phases(Protocol):
+    """Seconds of a job: those of a record, of a bound or of a replay."""
+
+    @property
+    def prefill_s(self) -> float | None: ...  # noqa: D102
+    @property
+    def decode_s(self) -> float | None: ...  # noqa: D102
+    @property
+    def makespan_s(self) -> float | None: ...  # noqa: D102
+    @property
+    def tpot_s(self) -> float | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +60,25 @@ class Objective:
         if self.max_tpot_s is not None and not self.max_tpot_s > 0:
             raise ValueError(f"advise.max_tpot_s: {self.max_tpot_s} must be > 0 or null")
 
-    def value(self, record: RunRecord) -> float | None:
-        """Value of a run; None for one that does not count."""
-        if record.status != "ok":
+    def score(self, job: Job, times: Phases) -> float | None:
+        """Value of a run of ``job`` that takes ``times``; None where it has nothing to count."""
+        work, seconds = {
+            "decode_tokens_per_s": (job.decode_tokens, times.decode_s),
+            "prefill_tokens_per_s": (job.prompt_tokens, times.prefill_s),
+            "requests_per_s": (job.n_requests, times.makespan_s),
+        }[self.name]
+        if not work or seconds is None:
             return None
-        if self.max_tpot_s is not None and (record.tpot_s or 0.0) > self.max_tpot_s:
-            return None
-        if self.name == "requests_per_s":
-            return (record.n_requests or 0) / (record.makespan_s or 1.0)
-        value: float | None = getattr(record, self.name)
-        return value
+        return work / seconds if seconds > 0 else math.inf
+
+    def allows(self, times: Phases, slack: float = 0.0) -> bool:
+        """Whether the latency bound holds."""
+        return self.max_tpot_s is None or (times.tpot_s or 0.0) <= self.max_tpot_s * (1 + slack)
 
     def upper(self, bound: RunBound, job: Job) -> float:
         """Value that no run with this bound exceeds; 0 where it cannot count."""
-        if self.max_tpot_s is not None and (bound.tpot_s or 0.0) > self.max_tpot_s * (1 + SLACK):
-            return 0.0
-        work, least_s = {
-            "decode_tokens_per_s": (job.decode_tokens, bound.decode_s),
-            "prefill_tokens_per_s": (job.prompt_tokens, bound.prefill_s),
-            "requests_per_s": (job.n_requests, bound.makespan_s),
-        }[self.name]
-        return (1 + SLACK) * work / least_s if work and least_s else float("inf") if work else 0.0
+        value = self.score(job, bound) if self.allows(bound, SLACK) else None
+        return 0.0 if value is None else (1 + SLACK) * value
 
 
 class Bounded(NamedTuple):
@@ -127,8 +139,10 @@ class Machine:
     def tried(self, candidate: Candidate) -> Tried:
         """The candidate's run."""
         if candidate not in self._tried:
-            record = simulate(candidate.spec(self.base, self.hardware)).record
-            self._tried[candidate] = Tried(candidate, record, self.objective.value(record))
+            record = simulate(cheaply(candidate.spec(self.base, self.hardware))).record
+            counts = record.status == "ok" and self.objective.allows(record)
+            value = self.objective.score(self.job(candidate), record) if counts else None
+            self._tried[candidate] = Tried(candidate, record, value)
         return self._tried[candidate]
 
     def enumerate(self, space: Space) -> list[Bounded]:
@@ -174,21 +188,21 @@ def best_first(
     machine: Machine,
     bounded: Iterable[Bounded],
     known: Iterable[Tried] = (),
-    progress: Callable[[Tried], None] = lambda _tried: None,
+    limit: int | None = None,
 ) -> Tried | None:
     """The candidate with the largest value, the first of equals; None where none counts.
 
-    ``known`` are runs to start from. Ties in the bound are tried in the order given.
+    ``known`` are runs to start from. Ties in the bound are tried in the order given. With
+    ``limit`` no more than that many are simulated, and the best of them need not be the best.
     """
     best: Tried | None = None
     for tried in known:
         best = _better(best, tried)
-    for candidate, upper in sorted(bounded, key=lambda item: -item.upper):
-        if best is not None and best.value is not None and upper <= best.value:
+    promising = sorted(bounded, key=lambda item: -item.upper)
+    for candidate, upper in promising[:limit]:
+        if upper <= 0 or (best is not None and best.value is not None and upper <= best.value):
             break
-        tried = machine.tried(candidate)
-        progress(tried)
-        best = _better(best, tried)
+        best = _better(best, machine.tried(candidate))
     return best
 
 
@@ -200,10 +214,9 @@ def _better(best: Tried | None, tried: Tried) -> Tried | None:
     return best
 
 
-def feasible(machine: Machine, candidate: Candidate) -> bool:
-    """Whether the candidate has requests to run."""
-    try:
-        machine.job(candidate)
-    except Infeasible:
-        return False
-    return True
+def cheaply(spec: RunSpec) -> RunSpec:
+    """The same run, decided by the dynamic program alone: all solvers decide alike (law L14)."""
+    policy: Any = spec.policy
+    if getattr(policy, "solver", None) != "auto":
+        return spec
+    return replace(spec, policy=replace(policy, solver="dp"))

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from policies.cost.kappa import advise, kappa_of
+from policies.cost.kappa_paper import WORKLOADS
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from sim.report import count, duration, gib
@@ -22,6 +23,7 @@ from sim.serve_result import ServeRecord
 from sim.serve_settings import ServeJob
 
 Row = tuple[str, str | Table | Text]
+_BINDS = 0.95  # share of the token budget in use from which it is what limits the schedule
 
 
 def serve_line(label: str, overrides: Sequence[str], record: ServeRecord) -> str:
@@ -75,8 +77,9 @@ def _what_ran(job: ServeJob, record: ServeRecord) -> list[Row]:
     ]  # fmt: skip
     if record.capacity_tokens is not None:
         kv = record.capacity_tokens * job.spec.model.kv_bytes_per_token
-        rows.append(("GPU memory", f"{record.capacity_tokens:,} tokens of KV ({gib(kv)}), "
-                                   f"budget {options.budget_tokens:,} tokens/iteration"))  # fmt: skip
+        text = f"{record.capacity_tokens:,} tokens of KV ({gib(kv)}), "
+        text += f"budget {options.budget_tokens:,} tokens/iteration"
+        rows.append(("GPU memory", text))
     cached = "all history in host memory, as the trace says"
     if options.prefix == "store":
         cached = "LRU store in host memory" + (" over disk" if options.disk_store_bytes else "")
@@ -86,7 +89,27 @@ def _what_ran(job: ServeJob, record: ServeRecord) -> list[Row]:
         modes.append("prefill only")
     rows.append(("KV store", cached))
     rows.append(("mode", ", ".join(modes)))
+    if record.n_new_mean is not None:
+        rows.append(("workload", _statistics(record)))
     return rows
+
+
+def _statistics(record: ServeRecord) -> Table:
+    """Lengths of the workload, beside the paper's where it prints them."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    printed = next((p for name, p in WORKLOADS.items() if record.workload.startswith(name)), {})
+    grid.add_column("")
+    for name in ("mean", "p50", "p90"):
+        grid.add_column(name + (" (paper)" if printed else ""), justify="right")
+    for label, name in (("T", "n_new"), ("K", "n_history"), ("K/T", "kappa_ratio")):
+        cells = []
+        for statistic in ("mean", "p50", "p90"):
+            key = f"{name}_{statistic}"
+            ours, theirs = getattr(record, key, None), printed.get(key)
+            cell = "" if ours is None else f"{ours:,.0f}"
+            cells.append(cell + (f" ({theirs:,.0f})" if theirs is not None else ""))
+        grid.add_row(label, *cells)
+    return grid
 
 
 def _arrivals(job: ServeJob, record: ServeRecord) -> str:
@@ -141,10 +164,11 @@ def _schedule(record: ServeRecord) -> list[Row]:
     )
     if record.decode_tokens_per_s is None:  # a request stays for about one iteration
         text += f"; memory allows {record.scheduled_tokens_bound:,.0f}"
+    binds = " (it binds)" if (record.budget_use or 0.0) > _BINDS else ""
     more = (
-        f"{record.n_iterations:,} iterations, budget used {record.budget_use:.1%}, memory held "
-        f"{record.held_share_mean:.1%}; {record.n_preempted:,} preemptions; nobody overtaken more "
-        f"than {record.max_overtaken:,} times"
+        f"{record.n_iterations:,} iterations, budget used {record.budget_use:.1%}{binds}, memory "
+        f"held {record.held_share_mean:.1%}; {record.n_preempted:,} preemptions; nobody overtaken "
+        f"more than {record.max_overtaken:,} times"
     )
     return [("scheduled", text), ("", more)]
 
@@ -157,7 +181,7 @@ def _lanes(record: ServeRecord, width: int) -> list[Row]:
         grid.add_row(name.upper() if name != "disk" else name, bar, f"{share:.1%}")
     overhead = (
         f"loads take {record.transfer_overhead:,.2f}x as long as compute (POH), "
-        f"{record.transfer_share:.1%} of both; median K/T {record.kappa_ratio_p50:,.0f}"
+        f"{record.transfer_share:.1%} of both"
     )
     return [("lanes busy", grid), ("transfers", overhead)]
 
@@ -168,8 +192,9 @@ def _bytes(record: ServeRecord) -> list[Row]:
                   f"{_tb(record.disk_read_bytes)}, to disk {_tb(record.disk_write_bytes)}"),
     ]  # fmt: skip
     if record.hit_rate is not None:
-        rows.append(("hits", f"{record.hit_rate:.1%} of the history's tokens; "
-                             f"{record.recompute_share:.2%} of the cached were recomputed"))  # fmt: skip
+        text = f"{record.hit_rate:.1%} of the history's tokens; "
+        text += f"{record.recompute_share:.2%} of the cached were recomputed"
+        rows.append(("hits", text))
     return rows
 
 

@@ -40,9 +40,10 @@ class Targets:
 class ServeRecord:
     """One row; units are in the names, None means not applicable.
 
-    ``scheduled_tokens_*`` are new prefill tokens per iteration (with decode: per iteration that
-    prefills), ``scheduled_tokens_bound`` is ``capacity * sum(T) / sum(K + T)``, what memory allows
-    on average if every request holds it for one iteration. Watts are of one GPU.
+    ``n_new_*``, ``n_history_*`` and ``kappa_ratio_p50`` describe the workload: T, the tokens before
+    it, and their ratio. ``scheduled_tokens_*`` are new prefill tokens per iteration (with decode:
+    per iteration that prefills), ``scheduled_tokens_bound`` is ``capacity * sum(T) / sum(K + T)``,
+    what memory allows on average if every request holds it for one iteration. Watts are of one GPU.
     """
 
     model: str
@@ -88,6 +89,12 @@ class ServeRecord:
     scheduled_tokens_first_half: float | None = None
     scheduled_tokens_bound: float | None = None
     budget_use: float | None = None
+    n_new_mean: float | None = None
+    n_new_p50: float | None = None
+    n_new_p90: float | None = None
+    n_history_mean: float | None = None
+    n_history_p50: float | None = None
+    n_history_p90: float | None = None
     kappa_ratio_p50: float | None = None
     transfer_overhead: float | None = None
     transfer_share: float | None = None
@@ -155,6 +162,7 @@ def summarise(
         "makespan_s": run.end_s,
         "n_iterations": run.iterations.n_rows,
         "extrapolated": " ".join(run.extrapolated),
+        **_workload_columns(sessions),
     }
     if run.requests.n_rows == 0:
         reason = f"all {run.n_rejected} requests exceed the memory of {run.capacity_tokens} tokens"
@@ -173,6 +181,18 @@ def _amend(record: ServeRecord, **columns: object) -> ServeRecord:
 def _n_too_long(model: ModelSpec, sessions: Sessions) -> int:
     limit = model.max_positions
     return sum(t.n_history + t.n_prompt + t.n_response - 1 > limit for t in sessions.turns)
+
+
+def _workload_columns(sessions: Sessions) -> dict[str, object]:
+    """Statistics of all turns as the workload has them: T, history, and their ratio."""
+    new = np.array([turn.n_prompt for turn in sessions.turns], dtype=np.float64)
+    history = np.array([turn.n_history for turn in sessions.turns], dtype=np.float64)
+    columns: dict[str, object] = {"kappa_ratio_p50": float(np.median(history / new))}
+    for name, values in (("n_new", new), ("n_history", history)):
+        columns[f"{name}_mean"] = float(values.mean())
+        columns[f"{name}_p50"] = float(np.quantile(values, 0.5))
+        columns[f"{name}_p90"] = float(np.quantile(values, 0.9))
+    return columns
 
 
 def _spread(name: str, values: Values) -> dict[str, object]:
@@ -204,7 +224,6 @@ def _request_columns(run: ServeRun, targets: Targets) -> dict[str, object]:
         "decode_tokens_per_s": float((n_out - 1).sum()) / run.end_s if several.any() else None,
         "goodput_per_s": float(met.sum()) / run.end_s,
         "slo_share": float(met.mean()),
-        "kappa_ratio_p50": float(np.median(cached / new)),
         "hit_rate": run.n_hit / run.n_history if run.n_history else None,
         "max_overtaken": int(table.column("max_overtaken").max()),
         "scheduled_tokens_bound": (
@@ -270,13 +289,14 @@ def _power_columns(
     table = run.iterations
     server = table.column("server").astype(int)
     start, busy, load = (table.column(n) for n in ("start_s", "compute_s", "load_s"))
-    rows = sum(
-        table.column(n) for n in ("n_prefill_tokens", "n_recompute_tokens", "n_decode")
-    ) * prefill_flops_per_token(spec.model)
+    rows: Values = np.zeros(table.n_rows)
+    for name in ("n_prefill_tokens", "n_recompute_tokens", "n_decode"):
+        rows = rows + table.column(name)
+    flops = rows * prefill_flops_per_token(spec.model)
     watts, most, n_gpus = 0.0, 0.0, sum(machine.n_gpus for machine in spec.machines)
     for index, (machine, model) in enumerate(zip(spec.machines, power, strict=True)):
         own = server == index
-        flops_s = rows[own] / model.best_flops_per_s
+        flops_s = flops[own] / model.best_flops_per_s
         mean, highest = model.over(start[own], busy[own], flops_s, load[own], run.end_s)
         watts += mean
         most = max(most, highest / machine.n_gpus)

@@ -38,7 +38,8 @@ class Server:
 
     ``plant`` is what an iteration costs, ``belief`` what the prefix policy thinks that it does.
     ``ended`` is called with a turn when it has ended (or was rejected), ``failed`` with the error
-    that stops the machine. ``busy_until_s`` is when the iteration that runs ends; ``n_waiting`` and ``n_running`` count requests.
+    that stops the machine. ``busy_until_s`` is when the iteration that runs ends;
+    ``n_waiting`` and ``n_running`` count requests.
     """
 
     def __init__(

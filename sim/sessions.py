@@ -89,11 +89,12 @@ def load_sessions(
     n_groups: int = 1,
     seed: int = 0,
 ) -> Sessions:
-    """Turns of a named workload or of the trace at ``path``; whole conversations up to ``limit``.
+    """Turns of a named workload or of the trace at ``path``; the first ``limit`` of them.
 
     ``history`` ``seedfit`` counts earlier responses 2.2 times (and makes them so long), the
-    calibration that reproduces the kappa paper's K; documents have its K already. Responses are cut at ``max_new`` (None: not).
-    Conversations, documents and single requests are dealt to ``n_groups`` groups in turn.
+    calibration that reproduces the kappa paper's K; documents have its K already. Responses are
+    cut at ``max_new`` (None: not). Conversations, documents and single requests are dealt to
+    ``n_groups`` groups in turn.
     """
     if history not in HISTORIES:
         raise ValueError(f"serve.history: {history!r} is none of {', '.join(HISTORIES)}")
@@ -209,8 +210,8 @@ def _turns(table: _Table, history: str, n_groups: int) -> list[Turn]:
     if history == "seedfit" and table.document is None:
         if table.conversation is None:
             raise ValueError(
-                f"serve.history: 'seedfit' needs the turns of conversations (documents stay as they "
-                f"are), {table.source} has no column conversation_id"
+                f"serve.history: 'seedfit' needs the turns of conversations (documents stay as "
+                f"they are), {table.source} has no column conversation_id"
             )
         if table.history_seedfit is None:
             earlier = _earlier(table.conversation, table.response)

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sim.tracing import Ref
+import numpy as np
+
+from sim.arrays import Longs
+from sim.tracing import Ref, What
 
 Layers = tuple[int, ...]
 
@@ -41,10 +44,13 @@ def unstretched(refs: Sequence[Ref]) -> Stretched:
     return Stretched([_still(ref) for ref in refs], [], [], 0, 0)
 
 
-def stretch(short: list[Ref], long: list[Ref], period: int, repeats: int) -> Stretched | None:
+def stretch(
+    short: Sequence[Ref], long: Sequence[Ref], names: Sequence[Ref], period: int, repeats: int
+) -> Stretched | None:
     """How ``short`` becomes a plan of ``repeats`` periods more; None if they do not repeat.
 
-    ``long`` is the same step with one period of layers more.
+    ``long`` is the same step with one period of layers more, ``names`` are the ops of ``short``
+    that the result is made of.
     """
     n_more = len(long) - len(short)
     if n_more <= 0:
@@ -52,32 +58,43 @@ def stretch(short: list[Ref], long: list[Ref], period: int, repeats: int) -> Str
     same = 0
     while same < len(short) and short[same] == long[same]:
         same += 1
-    after: list[Placed] = []  # from the end
+    backs: list[Layers] = []  # what moves in the ops at the back, from the last
     for ref, later in zip(reversed(short), reversed(long), strict=False):
         moves = _moves(ref, later, period)
         if moves is None:
             break
-        after.append(Placed(ref, moves))
-    after.reverse()
+        backs.append(moves)
     # Any border will do that leaves the front unmoved and the back moved.
-    for border in range(same, max(len(short) - len(after), n_more) - 1, -1):
-        unit = _unit(short[border - n_more : border], long[border : border + n_more], period)
+    for border in range(same, max(len(short) - len(backs), n_more) - 1, -1):
+        last = border - n_more
+        unit = _all_moves(short[last:border], long[border : border + n_more], period)
         if unit is not None:
-            before = [_still(ref) for ref in short[:border]]
-            rest = after[len(after) - (len(short) - border) :] if border < len(short) else []
-            return Stretched(before, unit, rest, repeats, period)
+            once = zip(names[last:border], unit, strict=True)
+            back = zip(names[border:], reversed(backs[: len(short) - border]), strict=True)
+            return Stretched(
+                [_still(ref) for ref in names[:border]],
+                [Placed(_moved(ref, moves, period), moves) for ref, moves in once],
+                [Placed(ref, moves) for ref, moves in back],
+                repeats,
+                period,
+            )
     return None
 
 
-def _unit(before: list[Ref], ops: list[Ref], period: int) -> list[Placed] | None:
-    """The repeating ops, if they continue those ``before`` them."""
-    unit = []
-    for earlier, ref in zip(before, ops, strict=True):
-        moves = _moves(earlier, ref, period)
+def _all_moves(refs: Sequence[Ref], later: Sequence[Ref], period: int) -> list[Layers] | None:
+    """What moves in each of some ops; None if one of them is another op."""
+    out = []
+    for ref, other in zip(refs, later, strict=True):
+        moves = _moves(ref, other, period)
         if moves is None:
             return None
-        unit.append(Placed(ref, moves))
-    return unit
+        out.append(moves)
+    return out
+
+
+def _moved(ref: Ref, moves: Layers, period: int) -> Ref:
+    layers = (at + move * period for at, move in zip(ref.layers, moves, strict=True))
+    return Ref(ref.what, tuple(layers))
 
 
 def _moves(ref: Ref, later: Ref, period: int) -> Layers | None:
@@ -92,3 +109,54 @@ def _moves(ref: Ref, later: Ref, period: int) -> Layers | None:
 
 def _still(ref: Ref) -> Placed:
     return Placed(ref, (0,) * len(ref.layers))
+
+
+# ---- the whole plan ------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """Ops of the whole model: which distinct ``What`` each is, and its layers, padded with 0."""
+
+    whats: list[What]
+    what: Longs  # (n_ops,)
+    layers: Longs  # (n_ops, columns), the op's own first
+
+    @property
+    def layer_class(self) -> Longs:
+        """Class of layer that each op was traced in."""
+        return np.array([what.layer_class for what in self.whats])[self.what]
+
+    def same_ops(self, other: Plan) -> bool:
+        """Whether the other plan has the same ops in the same layers."""
+        if self.layers.shape != other.layers.shape or (self.layers != other.layers).any():
+            return False
+        pairs = set(zip(self.what.tolist(), other.what.tolist(), strict=True))
+        return all(self.whats[one] == other.whats[two] for one, two in pairs)
+
+
+def expand(stretched: Stretched) -> Plan:
+    """All ops of a stretched step."""
+    numbers: dict[What, int] = {}
+    pieces = (stretched.before, stretched.unit, stretched.after)
+    columns = max((len(placed.ref.layers) for piece in pieces for placed in piece), default=1)
+    shifts = (
+        np.zeros(1, np.int64),
+        np.arange(stretched.repeats) * stretched.period,
+        np.full(1, stretched.repeats * stretched.period),
+    )
+    what, layers = [], []
+    for piece, shift in zip(pieces, shifts, strict=True):
+        ids = [numbers.setdefault(placed.ref.what, len(numbers)) for placed in piece]
+        at = padded([placed.ref.layers for placed in piece], columns)
+        moves = padded([placed.moves for placed in piece], columns)
+        what.append(np.tile(np.array(ids, np.int64), len(shift)))
+        layers.append((at + moves * shift[:, None, None]).reshape(-1, columns))
+    return Plan(list(numbers), np.concatenate(what), np.concatenate(layers))
+
+
+def padded(rows: Sequence[Sequence[int]], columns: int, fill: int = 0) -> Longs:
+    """Rows of numbers, (n_rows, columns), filled up at the end."""
+    out = np.full((len(rows), columns), fill, np.int64)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -28,6 +30,7 @@ from sim.settings import GROUPS, build, explain
 
 CELLS = "cells.json"  # of a job: the overrides of its cells, in order
 UNSET = "???"  # sweep.resume where it was not given
+Compose = Callable[[Sequence[str]], dict[str, object]]
 USER_ERRORS = (ValueError, SolverUnavailableError)
 
 
@@ -99,7 +102,12 @@ def run_job(composed: DictConfig, overrides: Sequence[str], folder: Path, number
         except Exception as error:
             _fail(where, config, [*own, *cell], label, versions, error)
             continue
-        run_in_sweep(of_cell, [*own, *cell], where, label, resume, versions)
+        more = partial(_with, composer, cell)
+        run_in_sweep(of_cell, [*own, *cell], where, label, resume, versions, more)
+
+
+def _with(composer: Composer, cell: Cell, overrides: Sequence[str]) -> dict[str, object]:
+    return composer((*cell, *overrides))
 
 
 def write_cells(folder: Path, cells: Mapping[str, Cell]) -> None:
@@ -116,10 +124,12 @@ def run_in_sweep(
     label: str,
     resume: Resume | None = None,
     versions: Mapping[str, object] | None = None,
+    composer: Compose | None = None,
 ) -> str:
     """Run, files, one line. Whatever goes wrong becomes a row; the row's status is returned.
 
-    ``kept`` is returned where ``resume`` finds the row of the same run.
+    ``kept`` is returned where ``resume`` finds the row of the same run. An advice needs
+    ``composer``, which composes this run with more overrides.
     """
     provenance = files.provenance(config, overrides, versions)
     if resume is not None and resume.keeps(folder, provenance["cell_sha256"]):
@@ -128,6 +138,8 @@ def run_in_sweep(
         part.unlink(missing_ok=True)
     try:
         mode = modes.mode_of(config)
+        if config.get("advise") is not None and composer is not None:
+            return _advise(config, overrides, folder, label, provenance, composer)
         if mode == modes.OFFLINE:
             spec, export = build(config, overrides), read_export(config)
             result = simulate(spec)
@@ -142,6 +154,35 @@ def run_in_sweep(
         return "failed"
     _say(line)
     return status
+
+
+def _advise(
+    config: Mapping[str, object],
+    overrides: Sequence[str],
+    folder: Path,
+    label: str,
+    provenance: Mapping[str, object],
+    composer: Compose,
+) -> str:
+    """An advice, its files and its tables; the status of its row."""
+    # Here, not above: most sweeps ask for none.
+    from sim.advise_entry import advise_job, settings_of
+    from sim.advise_report import advice_lines
+
+    settings, _ = settings_of(config["advise"])
+    choices = {str(k): str(v) for k, v in HydraConfig.get().runtime.choices.items()}
+    record, advice, line = advise_job(
+        config,
+        overrides,
+        folder,
+        composer,
+        choices,
+        provenance,
+        lambda text: _say(f"#{label} {text}"),
+    )
+    console = Console(highlight=False)
+    console.print(advice_lines(advice, settings, record, line), soft_wrap=False)
+    return record.status
 
 
 def _say(line: str) -> None:

@@ -14,95 +14,92 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Number = int | float
+Terms = tuple[tuple[int, Number], ...]  # (variable, coefficient), by variable, no coefficient is 0
 
 
 class Affine(NamedTuple):
-    """``const + sum(c * variable[i] for i, c in terms)``; terms sorted by i, no c is 0."""
+    """``const + sum(c * variable[i] for i, c in terms)``."""
 
-    terms: tuple[tuple[int, Number], ...]
+    terms: Terms
     const: Number
-
-    def plus(self, other: Affine, sign: int = 1) -> Affine:
-        """Sum, or with ``sign`` -1 difference."""
-        held = dict(self.terms)
-        for i, c in other.terms:
-            held[i] = held.get(i, 0) + sign * c
-        terms = tuple(sorted((i, c) for i, c in held.items() if c))
-        return Affine(terms, self.const + sign * other.const)
-
-    def times(self, factor: Number) -> Affine:
-        """Multiple."""
-        terms = tuple((i, c * factor) for i, c in self.terms if c * factor)
-        return Affine(terms, self.const * factor)
 
 
 class Guard(NamedTuple):
     """``(form relation 0) == holds``; with a modulus ``form % modulus == 0`` always."""
 
-    form: Affine
+    terms: Terms
+    const: Number
     relation: str  # "<", "<=" or "=="
     holds: bool
-    modulus: int = 0
+    modulus: int
 
 
 @dataclass(slots=True)
 class Tape:
     """What was asked while it was ``recording``: guards, and the moduli that occurred."""
 
-    guards: dict[Guard, None] = field(default_factory=dict)  # ordered, each once
+    guards: set[Guard] = field(default_factory=set)
     moduli: set[int] = field(default_factory=set)
     recording: bool = False
 
-    def ask(self, form: Affine, relation: str, holds: bool) -> bool:
+    def ask(self, terms: Terms, const: Number, relation: str, holds: bool) -> bool:
         """Record an answer and give it back."""
-        if self.recording and form.terms:
-            self.guards[Guard(form, relation, holds)] = None
+        if terms and self.recording:
+            self.guards.add(Guard(terms, const, relation, holds, 0))
         return holds
 
-    def ask_modulo(self, form: Affine, modulus: int, remainder: int) -> None:
-        """Record that ``form`` leaves ``remainder``; coefficients that cannot matter are dropped.
-
-        Only for whole coefficients.
-        """
+    def ask_modulo(self, terms: Terms, const: int, modulus: int) -> None:
+        """Record that a form of whole coefficients is a multiple; what cannot matter is dropped."""
         if not self.recording:
             return
         self.moduli.add(modulus)
-        terms = tuple((i, c % modulus) for i, c in form.terms if c % modulus)
-        if terms:
-            reduced = Affine(terms, (form.const - remainder) % modulus)
-            self.guards[Guard(reduced, "==", True, modulus)] = None
+        left = tuple((i, c % modulus) for i, c in terms if c % modulus)
+        if left:
+            self.guards.add(Guard(left, const % modulus, "==", True, modulus))
 
 
 class Symbol:
     """A number of known value and origin. Not an ``int``: nothing may read it past its tape."""
 
-    __slots__ = ("form", "tape", "value")
+    __slots__ = ("const", "tape", "terms", "value")
 
-    def __init__(self, value: Number, form: Affine, tape: Tape) -> None:
-        self.value, self.form, self.tape = value, form, tape
+    def __init__(self, value: Number, terms: Terms, const: Number, tape: Tape) -> None:
+        self.value, self.terms, self.const, self.tape = value, terms, const, tape
+
+    @property
+    def form(self) -> Affine:
+        """Its origin."""
+        return Affine(self.terms, self.const)
 
     def _fixed(self) -> Number:
         """The value, which from now on is part of the guards."""
-        self.tape.ask(self.form.plus(Affine((), self.value), -1), "==", True)
+        self.tape.ask(self.terms, self.const - self.value, "==", True)
         return self.value
 
     # ---- affine -------------------------------------------------------------------------------
 
     def __add__(self, other: Symbol | Number) -> Symbol:
-        return Symbol(self.value + _known(other), self.form.plus(form_of(other)), self.tape)
+        if isinstance(other, Symbol):
+            terms = _sum(self.terms, other.terms, 1)
+            return Symbol(self.value + other.value, terms, self.const + other.const, self.tape)
+        return Symbol(self.value + other, self.terms, self.const + other, self.tape)
 
     def __sub__(self, other: Symbol | Number) -> Symbol:
-        return Symbol(self.value - _known(other), self.form.plus(form_of(other), -1), self.tape)
+        if isinstance(other, Symbol):
+            terms = _sum(self.terms, other.terms, -1)
+            return Symbol(self.value - other.value, terms, self.const - other.const, self.tape)
+        return Symbol(self.value - other, self.terms, self.const - other, self.tape)
 
     def __rsub__(self, other: Number) -> Symbol:
         return -self + other
 
     def __mul__(self, other: Symbol | Number) -> Symbol:
         factor = fixed(other)
-        return Symbol(self.value * factor, self.form.times(factor), self.tape)
+        terms = tuple((i, c * factor) for i, c in self.terms if c * factor)
+        return Symbol(self.value * factor, terms, self.const * factor, self.tape)
 
     def __neg__(self) -> Symbol:
-        return Symbol(-self.value, self.form.times(-1), self.tape)
+        return self * -1
 
     def __pos__(self) -> Symbol:
         return self
@@ -112,40 +109,44 @@ class Symbol:
 
     # ---- questions ----------------------------------------------------------------------------
 
-    def _below(self, other: Symbol | Number, relation: str) -> bool:
-        """``self < other`` or ``self <= other``."""
-        one, two = self.value, _known(other)
-        holds = one < two if relation == "<" else one <= two
-        return self.tape.ask(self.form.plus(form_of(other), -1), relation, holds)
+    def _ask(self, other: Symbol | Number, relation: str) -> bool:
+        """``self < other``, ``self <= other`` or ``self == other``."""
+        if isinstance(other, Symbol):
+            terms = _sum(self.terms, other.terms, -1)
+            const, two = self.const - other.const, other.value
+        else:
+            terms, const, two = self.terms, self.const - other, other
+        one = self.value
+        holds = one < two if relation == "<" else one <= two if relation == "<=" else one == two
+        return self.tape.ask(terms, const, relation, holds)
 
     def __lt__(self, other: Symbol | Number) -> bool:
-        return self._below(other, "<")
+        return self._ask(other, "<")
 
     def __le__(self, other: Symbol | Number) -> bool:
-        return self._below(other, "<=")
+        return self._ask(other, "<=")
 
     def __gt__(self, other: Symbol | Number) -> bool:
-        return not self._below(other, "<=")
+        return not self._ask(other, "<=")
 
     def __ge__(self, other: Symbol | Number) -> bool:
-        return not self._below(other, "<")
+        return not self._ask(other, "<")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Symbol | int | float):
             return NotImplemented
-        equal = self.value == _known(other)
-        return self.tape.ask(self.form.plus(form_of(other), -1), "==", equal)
+        return self._ask(other, "==")
 
     def __bool__(self) -> bool:
-        return self != 0
+        return not self._ask(0, "==")
 
     def __mod__(self, other: Symbol | Number) -> Number:
-        modulus = fixed(other)
-        parts = (modulus, self.value, self.form.const, *(c for _, c in self.form.terms))
+        modulus, value, const = fixed(other), self.value, self.const
+        parts = (modulus, value, const, *(c for _, c in self.terms))
         if not all(isinstance(part, int) for part in parts):
             return self._fixed() % modulus
-        remainder = self.value % modulus
-        self.tape.ask_modulo(self.form, int(modulus), int(remainder))
+        remainder = value % modulus
+        self.tape.ask_modulo(self.terms, int(const - remainder), int(modulus))
         return remainder
 
     # ---- everything else fixes the value ------------------------------------------------------
@@ -198,14 +199,11 @@ def fixed(value: Symbol | Number) -> Number:
     return value._fixed() if isinstance(value, Symbol) else value
 
 
-def form_of(value: object) -> Affine:
-    """The affine form of a symbol or of a plain number; ``TypeError`` for anything else."""
-    if isinstance(value, Symbol):
-        return value.form
-    if isinstance(value, int | float):
-        return Affine((), value)
-    raise TypeError(f"value: {value!r} must be a number")
-
-
-def _known(value: Symbol | Number) -> Number:
-    return value.value if isinstance(value, Symbol) else value
+def _sum(one: Terms, two: Terms, sign: int) -> Terms:
+    """Terms of the sum, or with ``sign`` -1 of the difference."""
+    if not two:
+        return one
+    held = dict(one)
+    for i, c in two:
+        held[i] = held.get(i, 0) + sign * c
+    return tuple(sorted((i, c) for i, c in held.items() if c))

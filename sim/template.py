@@ -9,22 +9,24 @@ and a test holds each of them to the op-by-op plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.cost.model import CostModel
 from policies.drive import Policy
 from policies.plan.op import LANE_OF, Attention, Kind, Lane, Op, Scope, Slot
 from policies.trace.attribution import CATEGORY_OF, Category
 from policies.trace.metrics import PREFILL_KINDS
 from sim.arrays import FENCE, FORWARD, N_LANES, PREFILL, Bytes, Floats, Ints, Longs
-from sim.cut import Cutter
-from sim.stretch import Stretched, stretch, unstretched
+from sim.cut import Cut, Cutter
+from sim.forms import Guards, compiled, form, matrix
+from sim.stretch import Plan, expand, padded, stretch, unstretched
 from sim.symbol import Affine, Guard
-from sim.tracing import AMOUNTS, Step, Traced, What, trace
+from sim.tracing import AMOUNTS, Step, What, emit, trace
 
 _LANES = list(Lane)
 _CATEGORIES = list(Category)
@@ -45,28 +47,6 @@ class Families:
     def n_slots(self) -> int:
         """Integers given out so far."""
         return len(self._first) * self.stride
-
-
-@dataclass(frozen=True, slots=True)
-class Guards:
-    """Conditions on variables x: how ``x @ coefficients + constant`` compares with 0.
-
-    The last ``len(modulus)`` of them are remainders and must be 0.
-    """
-
-    coefficients: Floats  # (n_variables, n_guards)
-    constant: Floats  # (n_guards,)
-    below: NDArray[np.bool_]  # < 0 holds
-    zero: NDArray[np.bool_]  # == 0 holds
-    above: NDArray[np.bool_]  # > 0 holds
-    modulus: Floats
-
-    def satisfied(self, x: Floats) -> NDArray[np.bool_]:
-        """Which rows of x, of shape (n, n_variables), meet all conditions."""
-        y = x @ self.coefficients + self.constant
-        y[:, len(self.below) - len(self.modulus) :] %= self.modulus
-        met = ((y < 0) & self.below) | ((y == 0) & self.zero) | ((y > 0) & self.above)
-        return np.asarray(met.all(axis=1))
 
 
 class Amount(NamedTuple):
@@ -107,6 +87,19 @@ class Template:
         """Ops in one step."""
         return len(self.lane)
 
+    def numbers_over(self, x: Floats) -> tuple[list[list[int]], list[int], Longs]:
+        """Numbers of all amounts over steps of variables x, of shape (n_steps, n_variables).
+
+        Those of the first step, (n_amounts, len(AMOUNTS)); which of them, counted through, may
+        vary over the steps; and these, (n_steps, varying).
+        """
+        first = np.rint(x[0] @ self.forms + self.constants).astype(np.int64)
+        moving = np.flatnonzero((x != x[0]).any(axis=0))
+        columns = np.flatnonzero((self.forms[moving] != 0).any(axis=0))
+        change = (x[:, moving] - x[0, moving]) @ self.forms[np.ix_(moving, columns)]
+        values = first[columns] + np.rint(change).astype(np.int64)
+        return first.reshape(-1, len(AMOUNTS)).tolist(), columns.tolist(), values
+
 
 class TemplateMaker:
     """Makes templates for one policy, model and placement."""
@@ -116,7 +109,8 @@ class TemplateMaker:
         buffers = policy.buffers
         turns = (buffers.weight_slots, buffers.kv_in_slots, buffers.kv_out_slots)
         self._period = lcm(*(max(1, n) for n in turns))
-        self._cuts: dict[bool, bool] = {}  # whether cutting is right in prefill, in decode
+        self._trusted: dict[bool, bool] = {}  # whether cutting is right in prefill, in decode
+        self._short_models: dict[int, tuple[Cut, CostModel]] = {}
 
     def make(self, step: Step, n_variables: int) -> Template:
         """The template of a step; ``UntraceableError`` if the policy cannot be traced.
@@ -126,84 +120,45 @@ class TemplateMaker:
         such steps are not cut any more.
         """
         phase = step[0].is_prefill
-        found = self._short(step) if self._cuts.get(phase, True) else None
+        found = self._short(step) if self._trusted.get(phase, True) else None
         if found is None:
+            self._trusted[phase] = False
             found = self._whole(step)
-        elif phase not in self._cuts:
+        elif phase not in self._trusted:
             whole = self._whole(step)
-            self._cuts[phase] = found[0].same_ops(whole[0]) and found[1] == whole[1]
+            self._trusted[phase] = found[0].same_ops(whole[0]) and found[1] == whole[1]
             found = whole
         return _assemble(*found, n_variables, self._cutter, self._families)
 
     def _short(self, step: Step) -> tuple[Plan, frozenset[Guard]] | None:
-        """From a cut model; None if it is too short to cut or does not repeat."""
-        while (n := self._cutter.short(self._period)) is not None:
+        """From a cut model; None if none that is shorter will do."""
+        for n in self._cutter.lengths(self._period):
             short = trace(self._policy, self._cutter.cut(n), step)
             period = lcm(self._period, *short.moduli)
             if period != self._period:
                 self._period = period
-                continue
-            long = trace(self._policy, self._cutter.cut(n + period), step)
+                return self._short(step)
+            long = emit(self._policy, *self._short_model(n + period, step), step)
             repeats = (self._cutter.longest - n) // period
-            stretched = stretch(short.refs, long.refs, period, repeats)
-            if stretched is None or short.guards != long.guards:
-                return None
-            plan = expand(stretched)
-            classes = np.array(self._cutter.classes)
-            fits = (classes[plan.layers[:, 0]] == plan.layer_class).all()
-            return (plan, short.guards) if fits else None
+            stretched = stretch(short.plain, long, short.refs, period, repeats)
+            if stretched is not None:
+                plan = expand(stretched)
+                classes = np.array(self._cutter.classes)
+                if (classes[plan.layers[:, 0]] == plan.layer_class).all():
+                    return plan, short.guards
         return None
 
+    def _short_model(self, n: int, step: Step) -> tuple[Cut, CostModel]:
+        """A cut model and what the policy believes of it."""
+        if n not in self._short_models:
+            cut, ctx = self._cutter.cut(n), step[0]
+            placement = replace(ctx.placement, weights=cut.weights)
+            self._short_models[n] = (cut, CostModel(cut.model, ctx.hardware, placement))
+        return self._short_models[n]
+
     def _whole(self, step: Step) -> tuple[Plan, frozenset[Guard]]:
-        traced: Traced = trace(self._policy, self._cutter.cut(self._cutter.longest), step)
+        traced = trace(self._policy, self._cutter.cut(self._cutter.longest), step)
         return expand(unstretched(traced.refs)), traced.guards
-
-
-class Plan(NamedTuple):
-    """Ops of the whole model: which distinct ``What`` each is, and its layers, padded with 0."""
-
-    whats: list[What]
-    what: Longs  # (n_ops,)
-    layers: Longs  # (n_ops, columns), the op's own first
-
-    @property
-    def layer_class(self) -> Longs:
-        """Class of layer that each op was traced in."""
-        return np.array([what.layer_class for what in self.whats])[self.what]
-
-    def same_ops(self, other: Plan) -> bool:
-        """Whether the other plan has the same ops in the same layers."""
-        if self.layers.shape != other.layers.shape or (self.layers != other.layers).any():
-            return False
-        pairs = set(zip(self.what.tolist(), other.what.tolist(), strict=True))
-        return all(self.whats[one] == other.whats[two] for one, two in pairs)
-
-
-def expand(stretched: Stretched) -> Plan:
-    """All ops of a stretched step."""
-    numbers: dict[What, int] = {}
-    pieces = (stretched.before, stretched.unit, stretched.after)
-    columns = max((len(placed.ref.layers) for piece in pieces for placed in piece), default=1)
-    shifts = (
-        np.zeros(1, np.int64),
-        np.arange(stretched.repeats) * stretched.period,
-        np.full(1, stretched.repeats * stretched.period),
-    )
-    what, layers = [], []
-    for piece, shift in zip(pieces, shifts, strict=True):
-        ids = [numbers.setdefault(placed.ref.what, len(numbers)) for placed in piece]
-        at = _padded([placed.ref.layers for placed in piece], columns)
-        moves = _padded([placed.moves for placed in piece], columns)
-        what.append(np.tile(np.array(ids, np.int64), len(shift)))
-        layers.append((at + moves * shift[:, None, None]).reshape(-1, columns))
-    return Plan(list(numbers), np.concatenate(what), np.concatenate(layers))
-
-
-def _padded(rows: Sequence[Sequence[int]], columns: int, fill: int = 0) -> Longs:
-    out = np.full((len(rows), columns), fill, np.int64)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out
 
 
 def _assemble(
@@ -211,7 +166,7 @@ def _assemble(
 ) -> Template:
     whats, ids = plan.whats, plan.what
     amounts, amount_of = _amounts(whats)
-    forms = [form for what in amounts for form in what.amounts]
+    forms = [form(number) for what in amounts for number in what.amounts]
     lanes = np.array([_LANES.index(LANE_OF[what.kind]) for what in whats], np.uint8)[ids]
     first_read, read = _slots(plan, [what.reads for what in whats], [1] * len(whats), families)
     skip = [1 + sum(layered for _, layered in what.reads) for what in whats]
@@ -219,11 +174,11 @@ def _assemble(
     categories = [_CATEGORIES.index(CATEGORY_OF[what.kind]) for what in whats]
     counts = np.bincount(amount_of[ids], minlength=len(amounts)).tolist()
     return Template(
-        guards=_guards(list(guards), n_variables),
+        guards=compiled(guards, n_variables),
         amounts=tuple(
             _amount(what, uses, cutter) for what, uses in zip(amounts, counts, strict=True)
         ),
-        forms=_matrix(forms, n_variables),
+        forms=matrix(forms, n_variables),
         constants=np.array([form.const for form in forms], np.float64),
         lane_ops=np.bincount(lanes, minlength=N_LANES).astype(np.int64),
         lane=lanes,
@@ -248,9 +203,9 @@ def plain_template(ops: Sequence[Op], families: Families, n_variables: int) -> T
     first_read, read = _plain_slots([op.reads for op in ops], families)
     first_write, write = _plain_slots([op.writes for op in ops], families)
     return Template(
-        guards=_guards((), n_variables),
+        guards=compiled((), n_variables),
         amounts=tuple(Amount(op, (op.kind,), 1) for op in ops),
-        forms=_matrix(forms, n_variables),
+        forms=matrix(forms, n_variables),
         constants=np.array([form.const for form in forms], np.float64),
         lane_ops=np.bincount(lane, minlength=N_LANES).astype(np.int64),
         lane=lane,
@@ -320,8 +275,8 @@ def _slots(
     ``first_column[w]`` is the column of a plan's layers that holds the first layer of these slots.
     """
     most = max((len(row) for row in slots), default=0)
-    base = _padded([[families.number(family) for family in row] for row in slots], most, -1)
-    column = _padded([[0] * len(row) for row in slots], most, -1)
+    base = padded([[families.number(family) for family in row] for row in slots], most, -1)
+    column = padded([[0] * len(row) for row in slots], most, -1)
     for w, row in enumerate(slots):
         at = first_column[w]
         for j, (_, layered) in enumerate(row):
@@ -333,31 +288,3 @@ def _slots(
     used = bases >= 0
     first = np.concatenate((np.zeros(1, np.int64), np.cumsum(used.sum(axis=1))))
     return first, numbers[used].astype(np.int32)
-
-
-# ---- affine forms --------------------------------------------------------------------------------
-
-
-def _matrix(forms: Sequence[Affine], n_variables: int) -> Floats:
-    matrix = np.zeros((n_variables, len(forms)))
-    for column, form in enumerate(forms):
-        for variable, coefficient in form.terms:
-            matrix[variable, column] = coefficient
-    return matrix
-
-
-def _guards(guards: Sequence[Guard], n_variables: int) -> Guards:
-    ordered = sorted(guards, key=lambda guard: guard.modulus > 0)
-    # Whether the relation is true of a number below, at and above 0.
-    true_of = {"<": (True, False, False), "<=": (True, True, False), "==": (False, True, False)}
-    allowed = np.array([true_of[g.relation] for g in ordered], np.bool_).reshape(-1, 3)
-    holds = np.array([guard.holds for guard in ordered], np.bool_)
-    below, zero, above = (allowed[:, i] == holds for i in range(3))
-    return Guards(
-        _matrix([guard.form for guard in ordered], n_variables),
-        np.array([guard.form.const for guard in ordered], np.float64),
-        below,
-        zero,
-        above,
-        np.array([guard.modulus for guard in ordered if guard.modulus], np.float64),
-    )

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +25,7 @@ from policies.placement import Placement, Shares
 from policies.plan.op import Kind, Op, Slot
 from policies.spec.workload import Batch, Block
 from sim.cut import Cut
-from sim.symbol import Affine, Guard, Symbol, Tape, fixed, form_of
+from sim.symbol import Affine, Guard, Number, Symbol, Tape, fixed
 
 STEP, BLOCK, MAX_NEW, SHARES, BATCHES = 0, 1, 2, 3, 6  # where variables begin
 PER_BATCH = 7  # prompt_len, n_seqs, n_stored, n_recompute and slices now, the same of the next step
@@ -30,6 +33,7 @@ PER_BATCH = 7  # prompt_len, n_seqs, n_stored, n_recompute and slices now, the s
 # Fields of an op that costs may depend on and that are numbers.
 AMOUNTS = ("part", "n_parts", "n_seqs", "start", "stop", "n_new", "n_recompute", "n_ctx")
 
+_numbers = attrgetter(*AMOUNTS)
 _LAYER = re.compile(r"/l(\d+)(?=/|$)")
 
 Step = tuple[StepContext, Decision, Decision | None]
@@ -58,15 +62,16 @@ class What(NamedTuple):
     attention: str
     batch: int
     ahead: int  # steps that the op works ahead of the one in which it is emitted
-    amounts: tuple[Affine, ...]  # in the order of AMOUNTS
+    amounts: tuple[Affine | Number, ...]  # in the order of AMOUNTS
     reads: tuple[tuple[Slot, bool], ...]  # the slot, or its family and that it has a layer
     writes: tuple[tuple[Slot, bool], ...]
 
 
 class Traced(NamedTuple):
-    """Ops of one step, and what its numbers were asked."""
+    """Ops of one step, with forms as amounts and with plain numbers, and what was asked."""
 
     refs: list[Ref]
+    plain: list[Ref]
     guards: frozenset[Guard]
     moduli: frozenset[int]
 
@@ -99,11 +104,24 @@ def trace(policy: Policy, cut: Cut, step: Step) -> Traced:
     tape.recording = True
     try:
         ops = list(policy.step(ctx, now, then))
-        refs = [_ref(op, cut, ctx) for op in ops]
+        plain = [_ref(op, cut, ctx) for op in ops]
     except (TypeError, AttributeError, UntraceableError) as error:
         raise UntraceableError(f"policy {policy.name}: {error}") from error
     tape.recording = False
-    return Traced(refs, frozenset(tape.guards), frozenset(tape.moduli))
+    forms = (tuple(n.form if isinstance(n, Symbol) else n for n in _numbers(op)) for op in ops)
+    refs = [
+        Ref(ref.what._replace(amounts=amounts), ref.layers)
+        for ref, amounts in zip(plain, forms, strict=True)
+    ]
+    return Traced(refs, plain, frozenset(tape.guards), frozenset(tape.moduli))
+
+
+def emit(policy: Policy, cut: Cut, belief: CostModel, step: Step) -> list[Ref]:
+    """The same ops with plain numbers, asked nothing; ``belief`` is that of the cut model."""
+    ctx, now, then = step
+    placement = belief.placement
+    plain = replace(ctx, model=cut.model, placement=placement, belief=belief, memo={})
+    return [_ref(op, cut, plain) for op in policy.step(plain, now, then)]
 
 
 class _OneShare(tuple[Shares, ...]):
@@ -127,7 +145,7 @@ def _symbolic(step: Step, cut: Cut, tape: Tape) -> Step:
 
     def symbol(i: int) -> Symbol:
         value = row[i] if SHARES <= i < BATCHES else whole[i]
-        return Symbol(value, Affine(((i, 1),), 0), tape)
+        return Symbol(value, ((i, 1),), 0, tape)
 
     def per_batch(which: int) -> tuple[Symbol, ...]:
         return tuple(symbol(BATCHES + which * n + b) for b in range(n))
@@ -151,34 +169,32 @@ def _symbolic(step: Step, cut: Cut, tape: Tape) -> Step:
 
 
 def _ref(op: Op, cut: Cut, ctx: StepContext) -> Ref:
-    layer = int(fixed(op.layer))
-    if form_of(op.block) != form_of(ctx.block.index) and op.block != ctx.block.index:
+    layer, ahead = int(fixed(op.layer)), 0
+    if op.block is not ctx.block.index and op.block != ctx.block.index:
         raise UntraceableError("an op works for another block than its step")
-    reads, read_layers = _families(op.reads)
-    writes, written_layers = _families(op.writes)
+    if op.step is not ctx.step:
+        ahead = int(fixed(op.step - ctx.step))
+    reads = [_family(slot) for slot in op.reads]
+    writes = [_family(slot) for slot in op.writes]
     what = What(
         op.kind,
         cut.classes[layer],
         op.scope,
         op.attention,
         int(fixed(op.batch)),
-        int(fixed(op.step - ctx.step)),
-        tuple(form_of(getattr(op, name)) for name in AMOUNTS),
-        reads,
-        writes,
+        ahead,
+        tuple(n.value if isinstance(n, Symbol) else n for n in _numbers(op)),
+        tuple((slot, at is not None) for slot, at in reads),
+        tuple((slot, at is not None) for slot, at in writes),
     )
-    return Ref(what, (layer, *read_layers, *written_layers))
+    return Ref(what, (layer, *(at for _, at in (*reads, *writes) if at is not None)))
 
 
-def _families(slots: tuple[Slot, ...]) -> tuple[tuple[tuple[Slot, bool], ...], list[int]]:
-    """Slots without the layer in their names, and these layers."""
-    families, layers = [], []
-    for slot in slots:
-        found = _LAYER.search(slot.name)
-        if found is None:
-            families.append((slot, False))
-        else:
-            name = slot.name[: found.start()] + "/l*" + slot.name[found.end() :]
-            families.append((slot._replace(name=name), True))
-            layers.append(int(found[1]))
-    return tuple(families), layers
+@lru_cache(maxsize=4096)
+def _family(slot: Slot) -> tuple[Slot, int | None]:
+    """A slot without the layer in its name, and this layer."""
+    found = _LAYER.search(slot.name)
+    if found is None:
+        return slot, None
+    name = slot.name[: found.start()] + "/l*" + slot.name[found.end() :]
+    return slot._replace(name=name), int(found[1])

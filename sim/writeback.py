@@ -34,7 +34,7 @@ class WriteBack:
     def set_left(self, pending_s: float) -> None:
         """Time went by: ``pending_s`` is left; do what was waiting for the rest."""
         self.pending_s = pending_s
-        # Compared as what is left, the way written_next computes it; an empty queue has written all.
+        # Compared as what is left, as written_next computes it; an empty queue has written all.
         while self._then and (pending_s <= 0.0 or self._issued_s - self._then[0][0] >= pending_s):
             self._then.popleft()[1]()
 

@@ -29,7 +29,7 @@ ADMISSIONS: dict[str, Admission] = {
     "vram-aware-bound-3": VramAware(Rules(max_overtaken=3)),
     "utilisation-aware": UtilisationAware(),
     "utilisation-aware-bound-0": UtilisationAware(Rules(max_overtaken=0)),
-    "utilisation-aware-bound-3": UtilisationAware(Rules(max_overtaken=3), aging_tokens_per_s=0.0),
+    "utilisation-aware-bound-3": UtilisationAware(Rules(max_overtaken=3), aging_per_s=0.0),
     "utilisation-aware-exact": UtilisationAware(Rules(max_overtaken=8), exact=True),
     "one-high-kappa": VramAware(Rules(high_kappa=5.0, max_high_kappa=1, max_overtaken=8)),
     "fair-share": FairShare(weights=(1.0, 2.0, 4.0)),
@@ -119,7 +119,5 @@ def backlog(
 def tiled_sharegpt(sample: Sessions, times: int) -> Sessions:
     """The sample several times over, so that the end of the queue weighs less."""
     rng = np.random.default_rng(0)
-    rows = [
-        (t.n_history, t.n_prompt, t.n_response) for _ in range(times) for t in sample.turns
-    ]
+    rows = [(t.n_history, t.n_prompt, t.n_response) for _ in range(times) for t in sample.turns]
     return singles([rows[i] for i in rng.permutation(len(rows))])

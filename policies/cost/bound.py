@@ -1,7 +1,8 @@
 """A lower bound on the time of a run, from its placement alone: what pruning a search rests on.
 
 Per block and phase, the seconds of the busiest resource (``breakeven.phase_cost``) with perfect
-overlap; a policy that may recompute is granted the best tail, and that it never stores. What
+overlap, or between fences (``cost.fenced``) where the policy has them; a policy that may recompute
+is granted the best tail, and that it never stores. What
 readers get wrong: a phase is not alone. While prefill ends, the weights of the first decode layers
 may be loading already, so decode is bounded by a little less than its own work.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from policies.accelerate import Accelerate
 from policies.cost.breakeven import PhaseCost, phase_cost
+from policies.cost.fenced import fenced_step_s
 from policies.cost.model import CostModel
 from policies.drive import Policy
 from policies.flexgen import FlexGen
@@ -53,19 +55,33 @@ def run_bound(policy: Policy, costs: CostModel, blocks: Sequence[Block]) -> RunB
         steps = block.max_new - 1
         stores = not recompute and steps > 0
         before = phase_cost(costs, block, 0, attention, stores=stores)
-        prefill_s += times * before.bound_s
         lanes = _lanes(before)
+        fenced = _fenced(policy, costs, block)
+        first_s, later_s = fenced if fenced else (0.0, 0.0)
+        prefill_s += times * max(before.bound_s, first_s)
         if steps:
             decode = _decode_lanes(costs, block, attention, recompute)
             # Two slots: at most two layers' inputs arrive while prefill still runs.
             early = 2.0 / (steps * costs.model.n_layers)
-            block_s = max(decode) * max(0.0, 1.0 - early)
+            block_s = max(max(decode), later_s) * max(0.0, 1.0 - early)
             decode_s += times * block_s
             tpot_weight += times * block.n_seqs * block_s / steps
             tpot_seqs += times * block.n_seqs
             lanes = tuple(a + b for a, b in zip(lanes, decode, strict=True))
-        makespan_s += times * max(lanes)
+        makespan_s += times * max(*lanes, first_s + later_s)
     return RunBound(prefill_s, decode_s, makespan_s, tpot_weight / tpot_seqs if tpot_seqs else None)
+
+
+def _fenced(policy: Policy, costs: CostModel, block: Block) -> tuple[float, float] | None:
+    """Least seconds of prefill and of all decode steps between fences; None without fences."""
+    if not isinstance(policy, FlexGen) or not policy.fence:
+        return None
+    steps, middle = block.max_new - 1, block.max_new // 2
+    prefill_s = fenced_step_s(costs, block, 0, policy.schedule, stores=steps > 0)
+    if not steps:
+        return prefill_s, 0.0
+    one_s = fenced_step_s(costs, block, middle, policy.schedule, stores=False)
+    return prefill_s, steps * one_s
 
 
 def _lanes(cost: PhaseCost) -> tuple[float, ...]:

@@ -166,15 +166,14 @@ def phase_cost(
     With ``stores`` false no KV leaves the GPU: so it is in a block's last step, and so it may be
     wherever the next step recomputes.
     """
-    n_layers, model = costs.model.n_layers, costs.model
-    # Layers of the same placement and kind cost the same, and so do batches of the same shape.
-    kinds = Counter((costs.placement.weights[i], model.is_moe(i)) for i in range(n_layers))
-    layers = {(costs.placement.weights[i], model.is_moe(i)): i for i in range(n_layers)}
+    n_layers = costs.model.n_layers
+    # Layers of a kind cost the same, and so do batches of the same shape.
+    kinds = costs.placement.layer_kinds(costs.model)
     on_cpu = attention is Attention.CPU and step > 0
     forward = Attention.UNFUSED if attention is Attention.CPU else attention
 
     def total(op: Op) -> float:
-        return sum(n * costs.seconds(replace(op, layer=layers[kind])) for kind, n in kinds.items())
+        return sum(n * costs.seconds(replace(op, layer=i)) for i, n in kinds.items())
 
     def move(kind: Kind, n_seqs: int = 0, stop: int = 0) -> float:
         return total(Op(kind, block.index, step, n_seqs=n_seqs, stop=stop))

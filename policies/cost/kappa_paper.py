@@ -64,6 +64,20 @@ TABLE_5 = {  # watts of an H100 of 700 W: mean and maximum
     ("narrativeqa", 130): (152.0, 194.0),
 }
 
+WORKLOADS = {  # tokens and ratios as printed; the queue of Table 4's ShareGPT has T mean 82
+    "sharegpt": {
+        "n_new_mean": 82.0,
+        "n_new_p50": 20.0,
+        "n_new_p90": 133.0,
+        "n_history_mean": 11_115.0,
+        "n_history_p50": 3200.0,
+        "n_history_p90": 30_000.0,
+        "kappa_ratio_p50": 100.0,
+    },
+    "narrativeqa": {"n_new_mean": 12.0, "n_history_p50": 57_000.0, "kappa_ratio_p50": 5000.0},
+    "finqa": {"n_new_mean": 23.0, "n_history_p50": 167_000.0, "kappa_ratio_p50": 10_000.0},
+}
+
 
 def table_kappa_crit(model: str, gpu: str, link: str) -> float:
     """Product of the rounded entries of Tables 1 and 2, as the paper's text quotes it."""

@@ -222,21 +222,10 @@ class CostModel:
         if queries == 1 and not self.model.kv_latent_dim:
             return read
         # All heads of MLA share one latent, so even one query a sequence computes a lot.
-        shared = queries * (self.model.n_heads if self.model.kv_latent_dim else 1)
-        return max(read, flops / self._window_rate(shared, keys))
-
-    def _window_rate(self, queries: int, keys: int) -> float:
-        """FLOP/s of a run of queries over a longer context.
-
-        Beyond the last measured query count the rate grows as that of the prefill kernel does.
-        """
-        window, prefill = self.hardware.attention_window, self.hardware.attention_prefill
-        last = window.x[-1]
-        if window.extrapolated(queries, keys):
+        if hardware.attention_window.extrapolated(queries, keys):
             self.extrapolated.add("attention_window")
-        if queries <= last:
-            return window(queries, keys)
-        return window(last, keys) * prefill(queries) / prefill(last)
+        shared = queries * (self.model.n_heads if self.model.kv_latent_dim else 1)
+        return max(read, flops / hardware.attention_window(shared, keys))
 
     def _unfused_attention_seconds(self, op: Op) -> float:
         model, hardware = self.model, self.hardware

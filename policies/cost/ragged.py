@@ -23,10 +23,10 @@ _HEAD_KERNELS = 3
 
 
 class LayerClass(NamedTuple):
-    """``count`` successive layers, alike, the first of which is ``layer``."""
+    """``n`` successive layers, alike, the first of which is ``layer``."""
 
     layer: int
-    count: int
+    n: int
 
 
 class RaggedCosts(CostModel):
@@ -51,7 +51,7 @@ class RaggedCosts(CostModel):
         self._lm_head = lm_head
         dense = min(model.n_dense_layers, model.n_layers) if model.n_experts else model.n_layers
         classes = (LayerClass(0, dense), LayerClass(dense, model.n_layers - dense))
-        self.layer_classes = tuple(c for c in classes if c.count)
+        self.layer_classes = tuple(c for c in classes if c.n)
         self._linear: dict[tuple[int, int], float] = {}
 
     def linear_seconds(self, layer: int, n_rows: int) -> float:
@@ -91,8 +91,7 @@ class RaggedCosts(CostModel):
     def layers_seconds(self, n_rows: int, attention_s: float) -> float:
         """All layers of an iteration, without the LM head."""
         return sum(
-            count * self.layer_seconds(layer, n_rows, attention_s)
-            for layer, count in self.layer_classes
+            n * self.layer_seconds(layer, n_rows, attention_s) for layer, n in self.layer_classes
         )
 
     def head_seconds(self, n_seqs: int) -> float:

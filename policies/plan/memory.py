@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from policies.errors import OutOfMemory
@@ -59,7 +60,7 @@ class Pool(NamedTuple):
 def run_pools(model: ModelSpec, placement: Placement, buffers: Buffers) -> list[Pool]:
     """Pools held for the whole run: weights, weight slots, relays."""
     scopes = (Scope.ATTENTION, Scope.MLP) if buffers.sep_layer else (Scope.LAYER,)
-    layers = range(model.n_layers)
+    layers = placement.layer_kinds(model)
     slot = max(placement.streamed_bytes(model, i, s) for i in layers for s in scopes)
     staged = max(placement.weight_bytes(model, i, s, "disk") for i in layers for s in scopes)
     pools = [
@@ -182,24 +183,32 @@ def place(
 
     if mode == "host":
         return with_resident(0)
-    room = hardware.usable_bytes("gpu") - _gpu_bytes(model, with_resident(0), buffers, blocks)
+    usable = hardware.usable_bytes("gpu")
+    room = usable - _gpu_bytes(model, with_resident(0), buffers, blocks)
+    takes = _resident_bytes(model, buffers)
     n = model.n_layers  # memory is not monotone in n (the last resident layer frees the slots)
     while n > 0:
         # Sums of layers rule out most n without a placement; a byte a layer is for rounding.
-        if _resident_bytes(model, buffers, n) <= room + n:
+        if takes[n] <= room + n:
             placement = with_resident(n)
-            if _gpu_bytes(model, placement, buffers, blocks) <= hardware.usable_bytes("gpu"):
+            if _gpu_bytes(model, placement, buffers, blocks) <= usable:
                 return placement
         n -= 1
     return with_resident(0)
 
 
-def _resident_bytes(model: ModelSpec, buffers: Buffers, n: int) -> int:
-    """GPU bytes that ``n`` leading layers take beyond what their weight slots free."""
+def _resident_bytes(model: ModelSpec, buffers: Buffers) -> list[int]:
+    """GPU bytes that n = 0, 1, ... leading layers take beyond what their weight slots free."""
     scopes = (Scope.ATTENTION, Scope.MLP) if buffers.sep_layer else (Scope.LAYER,)
-    sizes = [max(model.layer_bytes(i, s) for s in scopes) for i in range(model.n_layers)]
-    freed = max(sizes) - max(sizes[n:], default=0)
-    return sum(model.layer_bytes(i) for i in range(n)) - buffers.weight_slots * freed
+    layers = range(model.n_layers)
+    whole = [model.layer_bytes(i) for i in layers]
+    widest = [0]  # of the layers from n on, backwards
+    for i in reversed(layers):
+        widest.append(max(widest[-1], *(model.layer_bytes(i, s) for s in scopes)))
+    widest.reverse()
+    slots = [buffers.weight_slots * size for size in widest]
+    held = accumulate(whole, initial=0)
+    return [total - (slots[0] - slots[n]) for n, total in enumerate(held)]
 
 
 def _host_buffer_bytes(

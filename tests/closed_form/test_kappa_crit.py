@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.serving_table import machine, model
 
 from policies.cost.balance import n_recompute_closed_form
 from policies.cost.kappa import kappa_of
@@ -15,6 +14,7 @@ from sim.arrivals import Arrivals
 from sim.fleet import ServeSpec, serve
 from sim.kappa_search import bare_options, search
 from sim.sessions import Sessions, Turn
+from tests.serving_table import machine, model
 
 MODELS = ("llama3.1-70b", "qwen3-235b-a22b", "deepseek-v3", "qwen3-30b-a3b", "opt-13b")
 
@@ -61,21 +61,16 @@ def serve_alone(spec, hardware, options, n_cached, n_new, prefix=None):
     flops=st.floats(5e13, 5e15),
     n_new=st.integers(1, 3000),
     n_cached=st.integers(0, 60_000),
-    solver=st.sampled_from([None, None, "dp"]),
 )
-def test_adaptive_recompute_ends_load_and_compute_together(
-    name, link, flops, n_new, n_cached, solver
-):
-    """Load <= compute for every K; from kappa_crit T on both are (K + T) / (load + compute rate)."""
+def test_adaptive_recompute_ends_load_and_compute_together(name, link, flops, n_new, n_cached):
+    """Load <= compute for every K; from kappa_crit T on both take (K + T) / (sum of rates)."""
     spec, hardware = model(name), constant_rates(machine("h100"), flops, link)
     kappa = kappa_of(spec, link, flops)
-    options = replace(
-        bare_options(n_cached, n_new), overlap=True, budget_tokens=n_cached + n_new
-    )
-    load_s, compute_s = serve_alone(spec, hardware, options, n_cached, n_new, Adaptive(solver, None))
+    options = replace(bare_options(n_cached, n_new), overlap=True, budget_tokens=n_cached + n_new)
+    balance = Adaptive(min_gain=None)
+    load_s, compute_s = serve_alone(spec, hardware, options, n_cached, n_new, balance)
     token_s = max(1 / kappa.load_tokens_per_s, 1 / kappa.compute_tokens_per_s)
-    slack = 1e-9 * compute_s + (0.0 if solver is None else token_s)  # the program may round down
-    assert load_s <= compute_s + slack
+    assert load_s <= compute_s * (1 + 1e-9)
     if n_cached >= kappa.kappa_crit * n_new:
         balanced_s = kappa.balanced_s(n_cached, n_new)
         assert load_s == pytest.approx(balanced_s, abs=1.001 * token_s)
@@ -85,6 +80,29 @@ def test_adaptive_recompute_ends_load_and_compute_together(
         assert recomputed == pytest.approx(closed, abs=1.001)
     else:
         assert compute_s == pytest.approx(kappa.compute_s(n_new))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    link=st.floats(1e9, 500e9),
+    flops=st.floats(5e13, 5e15),
+    n_new=st.integers(1, 2000),
+    n_cached=st.integers(0, 30_000),
+)
+def test_the_integer_program_needs_no_more_time(link, flops, n_new, n_cached):
+    """TightLLM's program, of one batch without weights to load, to the quantum of its times."""
+    spec, hardware = model("llama3.1-70b"), constant_rates(machine("h100"), flops, link)
+    kappa = kappa_of(spec, link, flops)
+    options = replace(bare_options(n_cached, n_new), overlap=True, budget_tokens=n_cached + n_new)
+    solved, crossing = (
+        max(serve_alone(spec, hardware, options, n_cached, n_new, Adaptive(solver, None)))
+        for solver in ("dp", None)
+    )
+    longest_s = max(kappa.load_s(n_cached), kappa.compute_s(n_cached + n_new))
+    assert solved <= crossing * (1 + 1e-9) + 4 * longest_s / 2**19
+    assert crossing <= solved + 1.001 * max(
+        1 / kappa.load_tokens_per_s, 1 / kappa.compute_tokens_per_s
+    )
 
 
 @settings(max_examples=40, deadline=None)

@@ -6,10 +6,10 @@ import pytest
 from composed import composed
 
 from sim import files
-from sim.__main__ import run_in_sweep
 from sim.result import RunRecord
 from sim.run import RunResult, simulate
 from sim.settings import build
+from sim.sweep import run_in_sweep
 
 SMALL = ("model=tiny", "workload=fixed", "workload.n_batches=2", "workload.batch_size=2",
          "workload.prompt_len=64", "workload.gen_len=4")  # fmt: skip
@@ -36,7 +36,7 @@ def test_a_result_is_the_flat_record_with_config_and_provenance(folder):
     assert config == CONFIG
     assert set(provenance) == {
         "python", "numpy", "scipy", "simpy", "gurobipy", "hydra_core", "package", "git_commit",
-        "git_dirty", "profile_sha256", "trace_sha256", "seed", "overrides",
+        "git_dirty", "profile_sha256", "trace_sha256", "cell_sha256", "seed", "overrides",
     }  # fmt: skip
     assert provenance["overrides"] == list(SMALL)
     assert (provenance["seed"], provenance["trace_sha256"]) == (0, None)
@@ -89,17 +89,31 @@ def test_the_trace_file_is_hashed(tmp_path):
     assert files.provenance(config, ())["trace_sha256"] != first
 
 
+def test_the_hash_of_a_cell_is_of_what_decides_its_row(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,response_tokens\n1,2\n")
+    workload = {**CONFIG["workload"], "path": str(path)}
+    first = files.provenance({**CONFIG, "workload": workload}, ())["cell_sha256"]
+    path.write_text("prompt_tokens,response_tokens\n1,3\n")
+    assert files.provenance({**CONFIG, "workload": workload}, ())["cell_sha256"] != first
+    plain = files.cell_hash(CONFIG, None)
+    assert files.cell_hash({**CONFIG, "sweep": {"resume": "x"}, "grid": {"seed": 1}}, None) == plain
+    assert files.cell_hash({**CONFIG, "seed": 9}, None) != plain
+    asked = files.cell_hash({**CONFIG, "advise": {"change": 0.1}}, None)
+    assert len({plain, asked, files.cell_hash({**CONFIG, "advise": {"change": 0.2}}, None)}) == 3
+
+
 @pytest.mark.parametrize("policy", ["flexgen", "tightllm"])
 def test_the_same_seed_gives_the_same_bytes(tmp_path, policy):
     overrides = ["model=tiny", "workload=extraction", "workload.limit=9", "workload.max_new=3",
                  "workload.n_batches=2", f"policy={policy}", "seed=7"]  # fmt: skip
     config = composed(*overrides)
     for name in ("a", "b"):
-        assert run_in_sweep(config, overrides, tmp_path / name, 0) == "ok"
+        assert run_in_sweep(config, overrides, tmp_path / name, "0") == "ok"
     for name in ("trace.jsonl", "trace.chrome.json", "decisions.csv"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     other = composed(*overrides[:-1], "seed=8")
-    run_in_sweep(other, overrides, tmp_path / "c", 0)
+    run_in_sweep(other, overrides, tmp_path / "c", "0")
     assert (tmp_path / "c/trace.jsonl").read_bytes() != (tmp_path / "a/trace.jsonl").read_bytes()
 
 
@@ -107,8 +121,8 @@ def test_a_defect_in_a_sweep_is_a_row_and_a_traceback(tmp_path, monkeypatch, cap
     def broken(spec):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("sim.__main__.simulate", broken)
-    assert run_in_sweep(CONFIG, list(SMALL), tmp_path, 3) == "failed"
+    monkeypatch.setattr("sim.sweep.simulate", broken)
+    assert run_in_sweep(CONFIG, list(SMALL), tmp_path, "3") == "failed"
     row = json.loads((tmp_path / "result.json").read_text())
     assert (row["status"], row["reason"]) == ("failed", "RuntimeError: boom")
     assert (row["policy"], row["model"], row["n_layers"]) == ("tightllm", "tiny", 2)
@@ -119,7 +133,7 @@ def test_a_defect_in_a_sweep_is_a_row_and_a_traceback(tmp_path, monkeypatch, cap
 
 def test_wrong_settings_in_a_sweep_are_a_row(tmp_path, capsys):
     config = composed(*SMALL, "model.from_hf=/nope")
-    assert run_in_sweep(config, ["model.from_hf=/nope"], tmp_path, 0) == "failed"
+    assert run_in_sweep(config, ["model.from_hf=/nope"], tmp_path, "0") == "failed"
     row = json.loads((tmp_path / "result.json").read_text())
     assert row["reason"] == "/nope: cannot be read (No such file or directory)"
     assert row["n_layers"] is None

@@ -30,7 +30,11 @@ def runs():
 
     def run(admission):
         spec = ServeSpec(
-            model("llama3.1-70b"), (machine("h100x8"),), OPTIONS, Arrivals(mode="backlog"), admission
+            model("llama3.1-70b"),
+            (machine("h100x8"),),
+            OPTIONS,
+            Arrivals(mode="backlog"),
+            admission,
         )
         return serve(spec, sessions)
 

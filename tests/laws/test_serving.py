@@ -1,6 +1,7 @@
 """Laws of serving: conservation, order, bounds, and what policies must not know."""
 
 import inspect
+import itertools
 from dataclasses import fields, is_dataclass, replace
 from typing import get_args, get_type_hints
 
@@ -8,6 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from policies.admission import AdmissionView, Fifo, Rules, UtilisationAware, VramAware, Waiting
+from policies.errors import PlanError
+from policies.prefix import IterationView, LoadAll, Split, Totals
+from policies.routing import MachineView
+from policies.spec.request import Request
+from sim.arrivals import MODES
+from sim.serving import ServingStalled
 from tests.serving_table import (
     ADMISSIONS,
     PREFIXES,
@@ -17,14 +26,6 @@ from tests.serving_table import (
     singles,
     slow_link,
 )
-
-from policies.admission import AdmissionView, Fifo, Rules, UtilisationAware, VramAware, Waiting
-from policies.errors import PlanError
-from policies.prefix import IterationView, LoadAll, Split, Totals
-from policies.routing import MachineView
-from policies.spec.request import Request
-from sim.arrivals import MODES
-from sim.serving import ServingStalled
 
 ROWS = st.lists(
     st.tuples(st.integers(0, 900), st.integers(1, 700), st.integers(1, 40)),
@@ -49,7 +50,7 @@ def check(run, rows, capacity, budget, prefill_only=False):
     served = requests_.column("request").astype(int)
     assert sorted([*served, *run.rejected]) == list(range(len(rows)))  # each ends exactly once
     times = [requests_.column(f"{n}_s") for n in ("arrival", "admitted", "first_token", "end")]
-    for before, after in zip(times, times[1:], strict=False):
+    for before, after in itertools.pairwise(times):
         assert (before <= after).all()
     out = requests_.column("n_out").astype(int)
     for i, n in zip(served, out, strict=True):
@@ -59,9 +60,7 @@ def check(run, rows, capacity, budget, prefill_only=False):
     starts, seconds = log.column("start_s"), log.column("seconds")
     assert (np.diff(starts) >= seconds[:-1] * (1 - 1e-12) - 1e-12).all()  # clock, no overlap
     assert (log.column("n_held_tokens") <= capacity).all()
-    computed = sum(
-        log.column(n) for n in ("n_decode", "n_prefill_tokens", "n_recompute_tokens")
-    )
+    computed = sum(log.column(n) for n in ("n_decode", "n_prefill_tokens", "n_recompute_tokens"))
     assert (computed <= budget).all()
     assert (computed > 0).all()
     if not requests_.column("n_preempted").any():
@@ -82,7 +81,12 @@ def check(run, rows, capacity, budget, prefill_only=False):
 )
 def test_every_run_conserves(rows, admission, prefix, mode, options):
     run = backlog(
-        singles(rows, groups=3), ADMISSIONS[admission], PREFIXES[prefix], slow_link(), mode, **options
+        singles(rows, groups=3),
+        ADMISSIONS[admission],
+        PREFIXES[prefix],
+        slow_link(),
+        mode,
+        **options,
     )
     budget = max(options["budget_tokens"], 1)
     check(run, rows, options["capacity_tokens"], budget, options["prefill_only"])
@@ -189,7 +193,7 @@ def test_nobody_is_overtaken_more_often_than_the_bound(rows, bound, exact, prefi
 def test_without_a_bound_somebody_starves():
     """The bound is not vacuous: greedy leaves a large prefix to the end of the queue."""
     rows = [(3800, 1, 1), *[(100, 60, 1)] * 200]
-    free = UtilisationAware(Rules(max_overtaken=10**9), aging_tokens_per_s=0.0)
+    free = UtilisationAware(Rules(max_overtaken=10**9), aging_per_s=0.0)
     run = backlog(singles(rows), free, prefill_only=True)
     assert run.requests.column("max_overtaken").max() > 100
     bounded = backlog(
@@ -277,7 +281,9 @@ def test_a_policy_that_recomputes_too_much_is_named():
 
 
 def test_a_stalled_run_says_who_waits_for_what():
-    with pytest.raises(ServingStalled, match=r"2 requests wait.*'refuses' admits none.*K 300, T 10"):
+    with pytest.raises(
+        ServingStalled, match=r"2 requests wait.*'refuses' admits none.*K 300, T 10"
+    ):
         backlog(singles([(300, 10, 1)] * 2), Refuses())
 
 

@@ -90,8 +90,8 @@ def test_aging_gives_an_old_request_its_turn():
         Waiting(Request(1, 99.0, 5, 2, 1)),
         Waiting(Request(2, 99.0, 3, 2, 1)),
     ]
-    assert UtilisationAware(aging_tokens_per_s=0.0).choose(waiting, view(now_s=100.0)) == (1, 2)
-    assert UtilisationAware(aging_tokens_per_s=1.0).choose(waiting, view(now_s=100.0)) == (0,)
+    assert UtilisationAware(aging_per_s=0.0).choose(waiting, view(now_s=100.0)) == (1, 2)
+    assert UtilisationAware(aging_per_s=1.0).choose(waiting, view(now_s=100.0)) == (0,)
 
 
 @pytest.mark.parametrize("make", [VramAware, UtilisationAware])
@@ -106,6 +106,14 @@ def test_whoever_was_overtaken_enough_goes_next(make):
     # It fits: it comes first.
     waiting = queue((8, 1), (0, 3), (0, 2), overtaken=[(0, 4)])
     assert policy.choose(waiting, view())[0] == 0
+
+
+def test_memory_that_would_stay_empty_has_a_value():
+    waiting = queue((12, 3), (0, 5), (0, 4))
+    by_tokens = UtilisationAware(aging_per_s=0.0, memory_weight=0.0)
+    assert by_tokens.choose(waiting, view(free=20, budget=10)) == (1, 2)  # 9 tokens, 11 unused
+    by_both = UtilisationAware(aging_per_s=0.0, memory_weight=2.0)
+    assert by_both.choose(waiting, view(free=20, budget=10)) == (0, 1)  # 8 tokens, all memory
 
 
 def test_a_cap_on_high_kappa_requests():
@@ -142,7 +150,11 @@ def test_choices_fit_and_keep_the_bound(sizes, overtaken, free, budget, seqs, bo
     for w, n in zip(waiting, overtaken, strict=False):
         w.overtaken = min(n, bound)
     rules = Rules(max_overtaken=bound)
-    for policy in (VramAware(rules), UtilisationAware(rules, exact=exact), FairShare((1.0,), rules)):
+    for policy in (
+        VramAware(rules),
+        UtilisationAware(rules, exact=exact),
+        FairShare((1.0,), rules),
+    ):
         chosen = policy.choose(waiting, view(free, budget, seqs))
         picked = [waiting[i].request for i in chosen]
         assert len(set(chosen)) == len(chosen) <= seqs
@@ -158,7 +170,8 @@ def test_choices_fit_and_keep_the_bound(sizes, overtaken, free, budget, seqs, bo
     [
         (lambda: Rules(max_overtaken=-1), "max_overtaken: -1"),
         (lambda: Rules(max_high_kappa=0), "max_high_kappa: 0"),
-        (lambda: UtilisationAware(aging_tokens_per_s=-1.0), "aging_tokens_per_s: -1"),
+        (lambda: UtilisationAware(aging_per_s=-1.0), "aging_per_s: -1"),
+        (lambda: UtilisationAware(memory_weight=-1.0), "memory_weight: -1"),
         (lambda: FairShare(()), "weights"),
         (lambda: Request(0, 0.0, 1, 0, 1), "n_prefill: 0"),
         (lambda: Request(0, 0.0, 1, 1, 1, n_disk=2), "n_disk: 2"),

@@ -110,7 +110,7 @@ def test_other_plans_and_decisions_are_reported(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     trace = tmp_path / "run" / TRACE
     spans = trace.read_text(encoding="utf-8").splitlines()
-    dropped = next(i for i, line in enumerate(spans) if '"store_kv"' in line)
+    dropped = next(i for i, line in enumerate(spans) if '"load_weight"' in line)
     key = json.loads(spans.pop(dropped))["key"]
     trace.write_text("\n".join(spans) + "\n", encoding="utf-8")
     report = make_report(tmp_path, SMALL, Tolerance(1, 1), ZERO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -196,7 +197,7 @@ def test_a_poor_fit_is_flagged_and_said_in_the_profile() -> None:
         if p.group != "h2d":
             return p
         # Rates that jump between sizes: no latency and rate describe them.
-        factor = 2.0 if p.x["nbytes"] == MIB else 1.0
+        factor = 2.0 if round(math.log2(p.x["nbytes"])) % 4 else 1.0
         return replace(p, seconds=tuple(factor * s for s in p.seconds))
 
     fitted = fit_profile([bend(p) for p in synthetic(TRUTH)], "mine")
@@ -205,6 +206,21 @@ def test_a_poor_fit_is_flagged_and_said_in_the_profile() -> None:
     assert verdicts["d2h"] == "good"
     assert "POOR FIT" in fitted.hardware.provenance["h2d"].source
     assert "POOR FIT" not in fitted.hardware.provenance["d2h"].source
+
+
+def test_one_slow_small_copy_does_not_move_the_rate() -> None:
+    # As measured on an H200: 256 KiB took 18 us once where 12 us are usual, and squared relative
+    # errors then put the rate 5 % above that of every large copy.
+    like = next(p for p in synthetic(TRUTH) if p.group == "h2d")
+    truth = Link(1e-5, 55e9)
+    sizes = [2.0**power for power in range(18, 31, 2)]
+    factors = [1.5] + [1.0] * (len(sizes) - 1)
+    points = [
+        replace(like, x={**like.x, "nbytes": n}, seconds=(factor * truth.seconds(n),) * 3)
+        for n, factor in zip(sizes, factors, strict=True)
+    ]
+    found = fit.fit_link(points, 256 * 2**10)
+    assert found.link.bytes_per_s == pytest.approx(truth.bytes_per_s, rel=0.01)
 
 
 def test_held_out_points_judge_but_do_not_fit() -> None:

@@ -20,9 +20,7 @@ from tests.serving_table import backlog, machine, model, singles
 def views(kappa_ratio, waits=(0.0, 0.0, 0.0), runs=(1.0, 2.0, 3.0)):
     request = Request(0, 0.0, round(10 * kappa_ratio), 10, 1)
     crits = (30.0, 200.0, 30.0)
-    return [
-        MachineView(f"m{i}", request, crits[i], 1e9, 1e12, waits[i], runs[i]) for i in range(3)
-    ]
+    return [MachineView(f"m{i}", request, crits[i], 1e9, 1e12, waits[i], runs[i]) for i in range(3)]
 
 
 def test_thresholds_follow_the_ratio():
@@ -171,10 +169,8 @@ def test_capacity_is_what_weights_and_activations_leave():
 
 
 def test_a_store_cannot_exceed_its_tier():
-    with pytest.raises(ValueError, match="serve.host_store_bytes: .* exceeds the usable"):
-        store_blocks(
-            model("tiny"), machine("h100"), ServeOptions(host_store_bytes=1e15), 256
-        )
+    with pytest.raises(ValueError, match=r"serve.host_store_bytes: .* exceeds the usable"):
+        store_blocks(model("tiny"), machine("h100"), ServeOptions(host_store_bytes=1e15), 256)
     host, disk = store_blocks(model("tiny"), machine("h100"), ServeOptions(), 256)
     assert (host > 0, disk) == (True, 0)
 
@@ -236,9 +232,7 @@ def test_targets_decide_goodput():
     power = (PowerModel(70.0, 700.0, 1e15),)
 
     def share(targets):
-        return summarise(
-            spec, sessions, run, base_record(spec, "rows"), targets, power
-        ).slo_share
+        return summarise(spec, sessions, run, base_record(spec, "rows"), targets, power).slo_share
 
     assert share(Targets(10.0, 10.0)) == 1.0
     assert share(Targets(1e-9, 10.0)) == 0.0

@@ -83,7 +83,7 @@ def test_layer_classes_cover_all_layers():
         (0, 3),
         (3, 58),
     ]
-    assert [c.count for c in RaggedCosts(model("tiny"), machine("h100")).layer_classes] == [
+    assert [c.n for c in RaggedCosts(model("tiny"), machine("h100")).layer_classes] == [
         model("tiny").n_layers
     ]
 

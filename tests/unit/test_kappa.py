@@ -110,7 +110,9 @@ def test_groups_add_up():
 
 
 def test_the_report_names_its_variants():
-    names = {v.name: v.kappa.kappa_crit for v in variants(model("llama3.1-70b"), machine("h100"), 65536)}
+    names = {
+        v.name: v.kappa.kappa_crit for v in variants(model("llama3.1-70b"), machine("h100"), 65536)
+    }
     assert names["paper"] == pytest.approx(13.8, rel=0.01)
     assert names["paper, 15 GB/s"] == pytest.approx(3.2, rel=0.02)
     assert names["measured, with context"] > 2 * names["measured"]

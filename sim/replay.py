@@ -1,0 +1,96 @@
+"""One plan on many machines: decided once, then priced and run again.
+
+The policy decides for the machine that it believes in; what really happens is another machine's
+business. So machines drawn at random do not need a new plan, only new durations, and the compiled
+executor makes that cheap. What readers get wrong: this is not re-planning. A policy that knew the
+other machine would decide otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from policies.cost.model import CostModel
+from policies.drive import drive
+from policies.placement import Placement
+from policies.plan.op import Op
+from policies.spec.hardware import HardwareProfile
+from sim.executors import KeptSteps
+from sim.job import make_job
+from sim.pack import Job
+from sim.result import RunRecord
+from sim.run import RunSpec, simulate
+from sim.tracing import Step, UntraceableError
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a job: sums over its blocks, as in ``RunRecord``."""
+
+    prefill_s: float
+    decode_s: float
+    makespan_s: float
+    tpot_s: float | None
+
+
+class Replay:
+    """The plan of ``spec``, which must fit its machine."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self.job: Job = make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
+        self.blocks = spec.policy.blocks(self.job.blocks)
+        self.placement = spec.policy.place(spec.model, spec.hardware, self.blocks)
+        nominal = CostModel(spec.model, spec.hardware, self.placement)
+        believed = spec.hardware if spec.belief is None else spec.belief
+        belief = CostModel(spec.model, believed, self.placement)
+        kept = KeptSteps(spec.policy)
+        self._steps: list[tuple[list[Step], Op]] = []
+        for fence in drive(kept, self.blocks, belief):
+            self._steps.append((kept.taken, fence))
+            kept.taken = []
+        # Here, not above: loading the compiler takes half a second.
+        from sim.program import Programs
+
+        self._programs = Programs(spec.policy, spec.model, self.placement, nominal)
+        self._compiled = spec.engine != "simpy"
+
+    def placed_on(self, hardware: HardwareProfile) -> Placement:
+        """Where the policy would place this job on ``hardware``."""
+        return self.spec.policy.place(self.spec.model, hardware, self.blocks)
+
+    def on(self, hardware: HardwareProfile) -> Times:
+        """The times on ``hardware``, whose capacities must be those of the spec."""
+        if self._compiled:
+            try:
+                return self._run(hardware)
+            except UntraceableError:
+                self._compiled = False
+        belief = self.spec.hardware if self.spec.belief is None else self.spec.belief
+        return _of_record(simulate(replace(self.spec, hardware=hardware, belief=belief)).record)
+
+    def _run(self, hardware: HardwareProfile) -> Times:
+        from sim.fast import run_program
+
+        plant = CostModel(self.spec.model, hardware, self.placement)
+        programs = self._programs.with_costs(plant)
+        prefill_s = decode_s = makespan_s = tpot_weight = 0.0
+        tpot_seqs = 0
+        for block, (steps, fence) in zip(self.blocks, self._steps, strict=True):
+            program = programs.of_block(steps, fence)
+            run = run_program(program.arrays, program.n_steps, hardware.duplex)
+            rest_s = run.makespan_s - run.prefill_end_s
+            prefill_s += run.prefill_end_s
+            decode_s += rest_s
+            makespan_s += run.makespan_s
+            if block.max_new > 1:
+                tpot_weight += block.n_seqs * rest_s / (block.max_new - 1)
+                tpot_seqs += block.n_seqs
+        tpot_s = tpot_weight / tpot_seqs if tpot_seqs else None
+        return Times(prefill_s, decode_s, makespan_s, tpot_s)
+
+
+def _of_record(record: RunRecord) -> Times:
+    if record.prefill_s is None or record.decode_s is None or record.makespan_s is None:
+        raise ValueError(f"record: status is {record.status!r}, a replayed run must be ok")
+    return Times(record.prefill_s, record.decode_s, record.makespan_s, record.tpot_s)
