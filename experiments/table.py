@@ -18,7 +18,7 @@ from rich.table import Table
 from experiments.load import CHOICES, OVERRIDE, SIZES
 
 _REASON = 40  # characters of a failure's reason; results.csv has all of it
-_SERVING = ("admission", "prefix", "routing", "rate_per_s")
+_SERVING = ("admission", "prefix", "routing")
 _KEYS = (*CHOICES, *SIZES, *_SERVING)
 
 
@@ -106,7 +106,8 @@ def comparison(results: pd.DataFrame, title: str, width: int) -> Table:
 
     Measures that do not fit beside what was swept are left out; ``results.csv`` has them all.
     """
-    measures = [column for column in _MEASURES if column.name in results]
+    # A mode's runs have none of the other modes' measures.
+    measures = [c for c in _MEASURES if c.name in results and results[c.name].notna().any()]
     console = Console(width=10 * width)
     while True:
         table = _table(results, title, measures)

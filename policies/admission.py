@@ -215,8 +215,9 @@ class UtilisationAware:
     waiting, so whoever has waited ``1 / aging_per_s`` seconds longer outranks any other. Waiting
     that all share cancels. Filling all memory is worth the share ``memory_weight`` of the budget:
     with nothing for it, a budget that few small requests fill leaves memory empty which large
-    prefixes need sooner or later. ``exact`` solves the knapsack, else the greedy set is taken. Overdue requests come first, in order of arrival.
-    Budget that whole requests leave is given to the first that fits, in chunks.
+    prefixes need sooner or later. ``exact`` solves the knapsack, else the greedy set is taken.
+    Overdue requests come first, in order of arrival. Budget that whole requests leave is given to
+    the first that fits, in chunks.
     """
 
     rules: Rules = field(default_factory=Rules)

@@ -103,20 +103,27 @@ class PlacementSearch:
         self.hardware, self.model, self.policy, self.rates = hardware, model, policy, rates
         self._weights = np.stack([self._weight_bytes(tier) for tier in _TIERS], axis=1)
 
-    def best(self, job: FlexGenJob) -> Found | None:
-        """The placement of least block time that runs; None where ``TRIES`` do not find one."""
+    def relaxed(self, job: FlexGenJob, room: Row | None = None) -> Found | None:
+        """The program's optimum; its percentages may not fit once tensors are whole.
+
+        ``room`` (3,) is the share of GPU, host and disk that may be used. None where nothing fits.
+        """
         rates = rates_of(self.hardware, job, self.policy) if self.rates is None else self.rates
         times = times_of(job, rates)
-        memory = self._memory(job)
+        room = np.ones(len(_TIERS)) if room is None else room
+        shares = _solve(times, self._memory(job), room, self.policy)
+        if shares is None:
+            return None
+        return Found(job, _percent(shares), tuple(shares.tolist()), times.block_s(shares))
+
+    def best(self, job: FlexGenJob) -> Found | None:
+        """The placement of least block time that runs; None where ``TRIES`` do not find one."""
         room = np.ones(len(_TIERS))
         for _ in range(TRIES):
-            shares = _solve(times, memory, room, self.policy)
-            if shares is None:
-                return None
-            percent = _percent(shares)
-            full = self._full_tier(job, percent)
-            if full is None:
-                return Found(job, percent, tuple(shares.tolist()), times.block_s(shares))
+            found = self.relaxed(job, room)
+            full = self._full_tier(job, found.percent) if found else None
+            if found is None or full is None:
+                return found
             room[_TIERS.index(full)] *= LESS_ROOM
         return None
 

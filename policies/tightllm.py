@@ -90,7 +90,10 @@ class TightLLM:
         """The decision for a step, solved once for all steps of a context bucket."""
         context = tuple(self._bucket(n) for n in ctx.n_ctx())
         kv = ctx.placement.kv[ctx.block.index]
-        key = (ctx.is_prefill, ctx.block.batches, context, kv)
+        # A decode step sees a prompt as context: blocks of equal batches share their decisions.
+        batches = ctx.block.batches
+        sizes = batches if ctx.is_prefill else tuple(batch.n_seqs for batch in batches)
+        key = (ctx.is_prefill, sizes, context, kv)
         decision = known = ctx.memo.get(key)
         if decision is None:
             decision = self._solve(ctx, context)

@@ -44,6 +44,7 @@ _PEAKS = {
     "h100x8": _H100.times(8),
     "h100x8-paper": _H100.times(8),
     "h200": _H100,
+    "h200-measured": _H100,
     "rtx3090": Peak(32e9, 71e12, 0.0, "PCIe 4 x16"),
     "t4": Peak(16e9, 65e12, 0.0, "PCIe 3 x16"),
     "unified-hbm": Peak(8e12, 2250e12, 4500e12, "unified HBM"),

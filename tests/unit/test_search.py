@@ -1,0 +1,167 @@
+"""Best-first search with bounds finds what trying everything finds."""
+
+from dataclasses import replace
+
+import pytest
+
+from policies.errors import Infeasible
+from policies.flexgen import FlexGen
+from policies.spec.hardware import HardwareProfile
+from sim.advise import AdviseSettings, advise
+from sim.candidates import Space
+from sim.job import WorkloadSpec
+from sim.run import RunSpec
+from sim.search import OBJECTIVES, Machine, Objective, best_first
+from tests.policies_table import OPT, POLICIES, SMALL
+
+NAMES = ("accelerate-pinned", "flexgen", "flexgen-pinned", "flexgen-cpu-attention", "tightllm-dp")
+SOME = {name: POLICIES[name] for name in NAMES}
+FIXED = WorkloadSpec("fixed", "fixed", n_batches=1, batch_size=1, prompt_len=64, gen_len=5)
+TRACE = WorkloadSpec("extraction", "extraction", n_batches=1, batch_size=1, limit=12, max_new=4)
+TIGHT = replace(SMALL, gpu_bytes=0.9e9, host_bytes=4 * 2**31 + 0.5e9)
+SPACE = Space(SOME, n_batches=(1, 3), max_batch_size=16, slices_per_batch=(None, 1))
+
+
+def machine(
+    objective: Objective, workload: WorkloadSpec = FIXED, hardware: HardwareProfile = TIGHT
+) -> Machine:
+    base = RunSpec(OPT, hardware, POLICIES["tightllm-dp"], workload, trace="none", engine="simpy")
+    return Machine(base, hardware, objective)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("workload", [FIXED, TRACE], ids=lambda w: w.name)
+def test_nothing_enumerated_is_better_and_most_is_not_simulated(name, workload):
+    pruned, whole = machine(Objective(name), workload), machine(Objective(name), workload)
+    bounded = pruned.enumerate(SPACE)
+    best = best_first(pruned, bounded)
+    values = [(whole.tried(item.candidate).value, item.upper) for item in bounded]
+    assert best.value == max(value for value, _ in values if value is not None)
+    assert all(value <= upper for value, upper in values if value is not None)
+    assert pruned.n_simulated < whole.n_simulated == len(bounded)
+
+
+def test_a_latency_bound_is_kept():
+    free = machine(Objective())
+    fastest = best_first(free, free.enumerate(SPACE))
+    limit_s = fastest.record.tpot_s / 2
+    bound = Objective(max_tpot_s=limit_s)
+    found = machine(bound)
+    bounded = found.enumerate(SPACE)
+    best = best_first(found, bounded)
+    assert best.record.tpot_s <= limit_s
+    assert best.value < fastest.value
+    every = machine(bound)
+    values = [every.tried(item.candidate).value for item in bounded]
+    assert best.value == max(value for value in values if value is not None)
+    none = machine(Objective(max_tpot_s=1e-9))
+    assert best_first(none, none.enumerate(SPACE)) is None
+    assert none.n_simulated == 0  # bounds alone rule them out
+
+
+def test_candidates_are_what_their_overrides_say():
+    found = [item.candidate for item in machine(Objective()).enumerate(SPACE)]
+    assert len({candidate.overrides for candidate in found}) == len(found)
+    for candidate in found:
+        held = dict(text.split("=", 1) for text in candidate.overrides)
+        assert held.pop("policy") == candidate.name
+        assert int(held.pop("workload.batch_size")) == candidate.batch_size
+        assert int(held.pop("workload.n_batches")) == candidate.n_batches
+        for key, text in held.items():
+            value = getattr(candidate.policy, key.removeprefix("policy."))
+            shown = f"[{','.join(f'{v:g}' for v in value)}]" if isinstance(value, tuple) else value
+            assert str(shown) == text
+    names = {candidate.name for candidate in found}
+    assert names == set(NAMES)
+    placed = [c for c in found if isinstance(c.policy, FlexGen) and c.policy.percent]
+    assert {c.n_batches for c in placed} >= {1, 3}
+
+
+def test_sizes_end_where_they_do_not_fit_or_cover_the_job():
+    small = machine(Objective())
+    sizes = {i.candidate.batch_size for i in small.enumerate(replace(SPACE, placements=("host",)))}
+    assert max(sizes) < 16 or small.n_unfit > 0
+    trace = machine(Objective(), TRACE, SMALL)
+    plain = replace(SPACE, placements=("host",))
+    found = [i.candidate for i in trace.enumerate(plain)]
+    assert max(c.batch_size for c in found if c.n_batches == 1) == 16  # of 12 requests
+    assert max(c.batch_size for c in found if c.n_batches == 3) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_batches": ()}, "advise.n_batches"),
+        ({"n_batches": (0,)}, "advise.n_batches"),
+        ({"max_batch_size": 0}, "advise.max_batch_size"),
+        ({"placements": ("gpu",)}, "advise.placements: 'gpu' is none of host, auto, flexgen"),
+        ({"slices_per_batch": (0,)}, "advise.slices_per_batch: 0"),
+        ({"policies": {}}, "advise.policies"),
+    ],
+)
+def test_a_space_says_what_is_wrong(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SPACE, **change)
+
+
+class TestAdvice:
+    settings = AdviseSettings(n_batches=(1, 3), max_batch_size=16, n_samples=30)
+
+    def advice(self, **changes):
+        settings = replace(self.settings, **changes.pop("settings", {}))
+        hardware = changes.pop("hardware", TIGHT)
+        base = RunSpec(OPT, hardware, POLICIES["tightllm-dp"], FIXED, trace="none")
+        return advise(replace(base, **changes), SOME, settings)
+
+    def test_ranks_the_best_of_each_policy(self):
+        found = self.advice()
+        every = machine(Objective())
+        space = self.settings.space(SOME)
+        by_policy = {}
+        for item in every.enumerate(space):
+            value = every.tried(item.candidate).value
+            name = item.candidate.name
+            by_policy[name] = max(by_policy.get(name, 0.0), value or 0.0)
+        assert {r.tried.candidate.name: r.value for r in found.ranking} == pytest.approx(by_policy)
+        values = [r.value for r in found.ranking]
+        assert values == sorted(values, reverse=True)
+        assert found.n_simulated < found.n_candidates
+        for ranked in found.ranking:
+            assert ranked.low < ranked.median < ranked.high
+            assert ranked.low < ranked.value < ranked.high
+        assert sum(r.wins for r in found.ranking) >= 1.0 - 1e-9
+        assert next(iter(found.spread.values())) > 0.3
+
+    def test_elasticities_are_of_what_it_waits_on(self):
+        """KV and weights cross the link all the time: twice the link, twice the speed."""
+        found = self.advice(settings={"placements": ("host",), "tries": 3})
+        by_name = {item.resource: item for item in found.elasticities}
+        assert by_name["link"].elasticity == pytest.approx(1.0, abs=0.1)
+        assert by_name["disk"].elasticity == 0.0
+        assert all(item.elasticity >= -1e-9 for item in found.elasticities)
+        assert all(item.value >= found.ranking[0].value * (1 - 1e-9) for item in found.elasticities)
+
+    def test_no_samples_no_ranges(self):
+        found = self.advice(settings={"n_samples": 0})
+        assert found.spread == {}
+        assert {(r.low, r.wins) for r in found.ranking} == {(None, None)}
+
+    def test_says_why_there_is_no_answer(self):
+        nothing = self.advice(hardware=replace(SMALL, gpu_bytes=1e6))
+        assert (nothing.ranking, nothing.reason) == ((), "no candidate fits into memory")
+        slow = self.advice(settings={"objective": Objective(max_tpot_s=1e-9)})
+        assert slow.reason == "no candidate reaches advise.max_tpot_s 1e-09 s per token"
+        one = self.advice(workload=replace(FIXED, gen_len=1))
+        assert one.reason == "the workload has no work that counts in decode_tokens_per_s"
+        with pytest.raises(Infeasible, match="exceed"):
+            self.advice(workload=replace(TRACE, reject_long=True),
+                        model=replace(OPT, max_positions=2))  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [({"change": 0.0}, "advise.change: 0.0"), ({"tries": 0}, "advise.tries: 0"),
+         ({"n_samples": -1}, "advise.n_samples: -1")],
+    )  # fmt: skip
+    def test_settings_say_what_is_wrong(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            replace(self.settings, **change)
