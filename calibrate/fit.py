@@ -15,6 +15,7 @@ from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression, least_squares, nnls
 
 from calibrate.predict import work
@@ -59,8 +60,13 @@ def fit_link(points: Sequence[Point], from_bytes: float) -> LinkFit:
     terms = np.stack([1.0 / seconds, size / seconds], axis=1)  # [n_sizes, (t0, 1 / rate)]
     scale = np.linalg.norm(terms, axis=0)
     start, _ = nnls(terms / scale, np.ones(len(kept)))
+
+    def off(p: NDArray[np.float64]) -> NDArray[np.float64]:
+        residuals: NDArray[np.float64] = terms / scale @ p - 1.0
+        return residuals
+
     solution = least_squares(
-        lambda p: terms / scale @ p - 1.0,
+        off,
         np.maximum(start, 1e-9),
         bounds=(0.0, np.inf),
         loss="soft_l1",

@@ -8,19 +8,18 @@ now, and stops being true as soon as something else becomes the bottleneck; memo
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from statistics import fmean
 
 import numpy as np
 
 from policies.drive import Policy
 from sim.candidates import Space
+from sim.elasticity import Elasticity, Now, elasticity
 from sim.replay import Replay
-from sim.resources import CAPACITIES, RESOURCES, draw, scaled, sigmas, with_factors
+from sim.resources import RESOURCES, draw, sigmas, with_factors
 from sim.run import RunSpec
 from sim.search import Bounded, Machine, Objective, Tried, best_first, cheaply
 
@@ -74,19 +73,6 @@ class Ranked:
 
 
 @dataclass(frozen=True, slots=True)
-class Elasticity:
-    """Relative change of the best value per relative change of a resource.
-
-    ``log(value / value now) / log(1 + change)``; ``moves`` if another candidate is best then.
-    """
-
-    resource: str
-    value: float
-    elasticity: float
-    moves: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Advice:
     """The answer; ``ranking`` is by value, its first is the best there is.
 
@@ -132,9 +118,9 @@ def advise(
     ]
     near = {r.tried.candidate.name: policies[r.tried.candidate.name] for r in ranking
             if r.value >= NEAR * ranking[0].value}  # fmt: skip
+    found = Now(machine, bounded, settings.space(near), ranking[0].tried, replays[0])
     elasticities = tuple(
-        _elasticity(machine, bounded, near, settings, ranking[0], replays[0], name)
-        for name in RESOURCES
+        elasticity(found, name, 1.0 + settings.change, settings.tries) for name in RESOURCES
     )
     clock.lap("elasticity")
     say(f"more of each resource tried ({clock})")
@@ -179,64 +165,6 @@ def _why_not(machine: Machine, bounded: list[Bounded]) -> str:
             f"no candidate reaches advise.max_tpot_s {machine.objective.max_tpot_s:g} s per token"
         )
     return f"the workload has no work that counts in {machine.objective.name}"
-
-
-# ---- more of a resource --------------------------------------------------------------------------
-
-
-def _elasticity(
-    machine: Machine,
-    bounded: list[Bounded],
-    near: Mapping[str, Policy],
-    settings: AdviseSettings,
-    best: Ranked,
-    nominal: Replay,
-    resource: str,
-) -> Elasticity:
-    factor = 1.0 + settings.change
-    hardware = scaled(machine.hardware, resource, factor)
-    belief = machine.base.belief
-    changed = Machine(
-        # A belief that differs from the machine learns of the change as well.
-        replace(machine.base, belief=None if belief is None else scaled(belief, resource, factor)),
-        hardware,
-        machine.objective,
-        machine.jobs if machine.base.workload.source == "fixed" else {},
-    )
-    if resource in CAPACITIES:
-        promising = changed.enumerate(settings.space(near))
-        same = nominal.placed_on(hardware) == nominal.placement
-    else:
-        promising = _promising(changed, bounded, factor, settings.tries)
-        # Where nothing takes less time, nothing is decided otherwise either.
-        same = nominal.on(hardware) == nominal.on(machine.hardware)
-    known = best.tried if same else changed.tried(best.tried.candidate)
-    then = best_first(changed, promising, (known,), settings.tries)
-    if then is None or then.value is None:
-        raise AssertionError(f"{resource}: more of it leaves no candidate that counts")
-    return Elasticity(
-        resource,
-        then.value,
-        math.log(then.value / best.value) / math.log(factor),
-        then.candidate != best.tried.candidate,
-    )
-
-
-def _promising(changed: Machine, bounded: list[Bounded], factor: float, n: int) -> list[Bounded]:
-    """The ``n`` candidates with the largest bounds on the changed machine.
-
-    With ``factor`` times the rates no time shrinks by more than that, so a candidate's old bound
-    times ``factor`` bounds its new one, and most need not be bounded again.
-    """
-    found: list[Bounded] = []
-    for candidate, upper in sorted(bounded, key=lambda item: -item.upper):
-        found.sort(key=lambda item: -item.upper)
-        if len(found) >= n and upper * factor < found[n - 1].upper:
-            break
-        again = changed.upper(candidate)
-        if again is not None:
-            found.append(Bounded(candidate, again))
-    return list(islice(sorted(found, key=lambda item: -item.upper), n))
 
 
 # ---- machines as they may be ---------------------------------------------------------------------

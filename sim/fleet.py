@@ -146,7 +146,7 @@ class _Fleet:
         plant = RaggedCosts(spec.model, hardware, **switches)
         belief = plant if spec.belief is None else RaggedCosts(spec.model, spec.belief, **switches)
         store = None
-        if options.prefix == "store":
+        if options.kv_store == "lru":
             sizes = store_blocks(spec.model, hardware, options, self.block_tokens)
             block_bytes = self.block_tokens * spec.model.kv_bytes_per_token
             disk = DiskSpeed(

@@ -1,25 +1,25 @@
 """``python -m sim.kappa model=NAME hardware=NAME``: when a cached prefix is transfer-bound.
 
-Prints kappa_M, kappa_HW and kappa_crit in every variant and what other links and caches would
-change. Nothing is simulated here; ``+experiment=kappa`` finds kappa_crit with the simulator.
+The same as ``python -m sim mode=kappa``: it prints kappa_M, kappa_HW and kappa_crit in every
+variant and what other links and caches would change, and leaves a row with what the simulator finds
+by bisection.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
-from policies.spec.hardware_build import hardware_from_mapping
+from sim import modes
 from sim.__main__ import CONF, WorkingFolder
-from sim.kappa_report import print_kappa
-from sim.settings import explain, group_of, model_of
+from sim.settings import explain
 
 
 def main() -> int:
@@ -30,10 +30,9 @@ def main() -> int:
 
     def task(composed: DictConfig) -> None:
         config = cast(dict[str, object], OmegaConf.to_container(composed, resolve=True))
-        overrides = list(HydraConfig.get().overrides.task)
-        model = model_of(group_of(config, "model"), overrides)
-        hardware = hardware_from_mapping(group_of(config, "hardware"))
-        print_kappa(model, hardware, Console())
+        settings = HydraConfig.get()
+        folder = Path(settings.runtime.output_dir)
+        modes.run_alone(modes.KAPPA, config, list(settings.overrides.task), folder)
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()

@@ -3,7 +3,7 @@
 The policy decides for the machine that it believes in; what really happens is another machine's
 business. So machines drawn at random do not need a new plan, only new durations, and the compiled
 executor makes that cheap. What readers get wrong: this is not re-planning. A policy that knew the
-other machine would decide otherwise.
+other machine might decide otherwise; ``objective_on`` lets it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sim.job import make_job
 from sim.pack import Job
 from sim.result import RunRecord
 from sim.run import RunSpec, simulate
+from sim.search import Objective
 from sim.tracing import Step, UntraceableError
 
 
@@ -44,11 +45,7 @@ class Replay:
         nominal = CostModel(spec.model, spec.hardware, self.placement)
         believed = spec.hardware if spec.belief is None else spec.belief
         belief = CostModel(spec.model, believed, self.placement)
-        kept = KeptSteps(spec.policy)
-        self._steps: list[tuple[list[Step], Op]] = []
-        for fence in drive(kept, self.blocks, belief):
-            self._steps.append((kept.taken, fence))
-            kept.taken = []
+        self._steps = self._decided(belief)
         # Here, not above: loading the compiler takes half a second.
         from sim.program import Programs
 
@@ -59,24 +56,48 @@ class Replay:
         """Where the policy would place this job on ``hardware``."""
         return self.spec.policy.place(self.spec.model, hardware, self.blocks)
 
+    def _decided(self, belief: CostModel) -> list[tuple[list[Step], Op]]:
+        """Steps and last fence of every block."""
+        kept, decided = KeptSteps(self.spec.policy), []
+        for fence in drive(kept, self.blocks, belief):
+            decided.append((kept.taken, fence))
+            kept.taken = []
+        return decided
+
+    def objective_on(
+        self, objective: Objective, hardware: HardwareProfile, belief: HardwareProfile
+    ) -> float | None:
+        """Value on ``hardware`` of a plan decided anew for ``belief``; None if it does not count.
+
+        Capacities must be those of the spec, so that everything lies where it did.
+        """
+        times = self._on(hardware, belief, anew=True)
+        return objective.score(self.job, times) if objective.allows(times) else None
+
     def on(self, hardware: HardwareProfile) -> Times:
         """The times on ``hardware``, whose capacities must be those of the spec."""
+        belief = self.spec.hardware if self.spec.belief is None else self.spec.belief
+        return self._on(hardware, belief, anew=False)
+
+    def _on(self, hardware: HardwareProfile, belief: HardwareProfile, anew: bool) -> Times:
         if self._compiled:
             try:
-                return self._run(hardware)
+                steps = self._steps
+                if anew:
+                    steps = self._decided(CostModel(self.spec.model, belief, self.placement))
+                return self._run(hardware, steps)
             except UntraceableError:
                 self._compiled = False
-        belief = self.spec.hardware if self.spec.belief is None else self.spec.belief
         return _of_record(simulate(replace(self.spec, hardware=hardware, belief=belief)).record)
 
-    def _run(self, hardware: HardwareProfile) -> Times:
+    def _run(self, hardware: HardwareProfile, decided: list[tuple[list[Step], Op]]) -> Times:
         from sim.fast import run_program
 
         plant = CostModel(self.spec.model, hardware, self.placement)
         programs = self._programs.with_costs(plant)
         prefill_s = decode_s = makespan_s = tpot_weight = 0.0
         tpot_seqs = 0
-        for block, (steps, fence) in zip(self.blocks, self._steps, strict=True):
+        for block, (steps, fence) in zip(self.blocks, decided, strict=True):
             program = programs.of_block(steps, fence)
             run = run_program(program.arrays, program.n_steps, hardware.duplex)
             rest_s = run.makespan_s - run.prefill_end_s

@@ -14,15 +14,15 @@ from policies.placement import ACT_BYTES_PER_ELEM
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 
-PREFIX_SOURCES = ("trace", "store")
+KV_STORES = ("trace", "lru")
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """Options of every machine of a run; tokens unless a name says otherwise.
 
-    ``prefix`` ``trace``: the history of every request is in host memory, as the trace says;
-    ``store``: only what an LRU store of ``host_store_bytes`` over ``disk_store_bytes`` holds (None:
+    ``kv_store`` ``trace``: the history of every request is in host memory, as the trace says;
+    ``lru``: only what an LRU store of ``host_store_bytes`` over ``disk_store_bytes`` holds (None:
     all usable host memory). ``copy_tokens`` cuts loads into copies of so many tokens (None: one
     copy a layer). ``attention`` and ``lm_head`` False leave out those FLOPs. ``watermark`` is the
     share of memory that admission leaves to growing contexts.
@@ -39,7 +39,7 @@ class ServeOptions:
     attention: bool = True
     lm_head: bool = True
     copy_tokens: int | None = None
-    prefix: str = "trace"
+    kv_store: str = "trace"
     host_store_bytes: float | None = None
     disk_store_bytes: float = 0.0
     block_tokens: int | None = None
@@ -61,10 +61,8 @@ class ServeOptions:
             raise ValueError(
                 f"serve.host_store_bytes: {self.host_store_bytes} must be >= 0 or null"
             )
-        if self.prefix not in PREFIX_SOURCES:
-            raise ValueError(
-                f"serve.prefix: {self.prefix!r} is none of {', '.join(PREFIX_SOURCES)}"
-            )
+        if self.kv_store not in KV_STORES:
+            raise ValueError(f"serve.kv_store: {self.kv_store!r} is none of {', '.join(KV_STORES)}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"serve.watermark: {self.watermark} must be in [0, 1)")
 

@@ -81,7 +81,7 @@ def _what_ran(job: ServeJob, record: ServeRecord) -> list[Row]:
         text += f"budget {options.budget_tokens:,} tokens/iteration"
         rows.append(("GPU memory", text))
     cached = "all history in host memory, as the trace says"
-    if options.prefix == "store":
+    if options.kv_store == "lru":
         cached = "LRU store in host memory" + (" over disk" if options.disk_store_bytes else "")
     modes = ["layer-wise overlap" if options.overlap else "loads before compute"]
     modes.append("write-back competes with loads" if options.write_back else "write-back free")

@@ -103,7 +103,7 @@ def backlog(
 ) -> ServeRun:
     """Serve with the tiny model; options as of ``ServeOptions``."""
     defaults: dict[str, object] = {"capacity_tokens": 4000, "budget_tokens": 256, "max_new": 64}
-    defaults["prefix"] = source
+    defaults["kv_store"] = source
     spec = ServeSpec(
         model("tiny"),
         (hardware or machine("h100"),),

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -28,8 +29,15 @@ def commands() -> list[str]:
 def installed(tmp_path_factory):
     """The wheel, unpacked: what a user has who never saw the repository."""
     folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a build leaves files beside what it builds
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    for package in ("policies", "sim", "real", "calibrate", "conf", "experiments"):
+        ignore = shutil.ignore_patterns("__pycache__", "reports")
+        shutil.copytree(ROOT / package, source / package, ignore=ignore)
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)],
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(source)],
         check=True,
         capture_output=True,
     )

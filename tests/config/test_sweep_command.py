@@ -26,7 +26,7 @@ def command(*overrides: str) -> tuple[str, ...]:
 
 def sweep(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """``python -m sim -m`` in ``folder``."""
-    return subprocess.run(  # noqa: S603 - this interpreter and this package
+    return subprocess.run(
         command(*overrides), cwd=folder, capture_output=True, text=True, timeout=120,
         env={**ENV, "HOME": str(folder)},
     )  # fmt: skip
@@ -61,7 +61,7 @@ def test_a_killed_sweep_loses_the_run_in_flight_and_is_finished(tmp_path):
                  "engine=simpy", "trace=none", "grid={seed: 'range(0,40)'}",
                  "~hydra.callbacks.aggregate")  # fmt: skip
     out = tmp_path / "out"
-    running = subprocess.Popen(  # noqa: S603
+    running = subprocess.Popen(
         command(*overrides, f"hydra.sweep.dir={out}"), cwd=tmp_path, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, env={**ENV, "HOME": str(tmp_path)},
     )  # fmt: skip
@@ -111,7 +111,7 @@ def test_two_sweeps_into_one_folder_are_refused(tmp_path):
 
 
 def test_a_grid_alone_needs_a_sweep(tmp_path):
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         (sys.executable, "-m", "sim", *SMALL, "+grid.seed=1"), cwd=tmp_path, text=True,
         capture_output=True, env={**ENV, "HOME": str(tmp_path)},
     )  # fmt: skip

@@ -61,7 +61,7 @@ sys.stdout.buffer.write(trace_bytes((ops, costs), int(sys.argv[1]), 0.9))
 
 
 def in_new_process(seed, hash_seed):
-    return subprocess.run(  # noqa: S603
+    return subprocess.run(
         [sys.executable, "-c", SCRIPT, str(seed)],
         cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},

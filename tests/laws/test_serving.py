@@ -114,12 +114,13 @@ def test_preempted_requests_end_too(admission):
     host=st.sampled_from([0, 20_000, 200_000, 1e9]),
     disk=st.sampled_from([0, 300_000, 1e9]),
     write_back=st.booleans(),
+    capacity=st.sampled_from([2200, 8000]),
 )
-def test_conversations_with_a_store_conserve(sizes, mode, host, disk, write_back):
+def test_conversations_with_a_store_conserve(sizes, mode, host, disk, write_back, capacity):
     """Turns come after one another, and a store only changes what is loaded and what computed."""
     sessions = conversations(sizes)
     rows = [(t.n_history, t.n_prompt, t.n_response) for t in sessions.turns]
-    run = _stored(sessions, mode, host, disk, write_back)
+    run = _stored(sessions, mode, host, disk, write_back, capacity)
     check_store(run, rows)
     ends = dict(zip(run.requests.column("request"), run.requests.column("end_s"), strict=True))
     arrivals = dict(
@@ -130,10 +131,10 @@ def test_conversations_with_a_store_conserve(sizes, mode, host, disk, write_back
             assert arrivals[turn.next_turn.index] == pytest.approx(ends[turn.index] + 0.5)
 
 
-def _stored(sessions, mode, host, disk, write_back):
+def _stored(sessions, mode, host, disk, write_back, capacity=8000, hardware=None):
     return backlog(
-        sessions, mode=mode, write_back=write_back, capacity_tokens=8000, block_tokens=16,
-        host_store_bytes=host, disk_store_bytes=disk, source="store",
+        sessions, mode=mode, write_back=write_back, capacity_tokens=capacity, block_tokens=16,
+        host_store_bytes=host, disk_store_bytes=disk, source="lru", hardware=hardware,
     )  # fmt: skip
 
 
@@ -355,6 +356,18 @@ def test_a_disk_below_the_host_keeps_what_the_host_evicts():
     assert with_disk.n_hit > without.n_hit
     assert with_disk.iterations.column("n_disk_tokens").sum() > 0
     assert with_disk.counts["n_demoted"] > 0
+
+
+def test_a_slower_disk_has_later_first_tokens():
+    sizes = [[(200, 20)] * 8 for _ in range(8)]
+
+    def ttft(rate):
+        base = machine("h100")
+        disk = replace(base.disk_read, bytes_per_s=rate)
+        slow = replace(base, disk_read=disk, disk_write=replace(disk, bytes_per_s=1e12))
+        return _mean_ttft(_stored(conversations(sizes), "closed", 100_000, 10**9, True, 8000, slow))
+
+    assert ttft(1e6) > ttft(1e9)
 
 
 def test_more_memory_never_schedules_less():

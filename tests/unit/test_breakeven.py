@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from policies.cost.balance import n_recompute_closed_form
-from policies.cost.breakeven import BreakEven, PhaseCost, phase_cost, break_even
+from policies.cost.breakeven import BreakEven, PhaseCost, break_even, phase_cost
 from policies.cost.flops import gemm_flops
 from policies.cost.model import CostModel
 from policies.placement import ON_GPU, ON_HOST, Placement, Shares

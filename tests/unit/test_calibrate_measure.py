@@ -273,7 +273,5 @@ def test_a_bare_gpu_machine_is_enough_to_measure_fit_and_check() -> None:
     absent = ("simpy", "hydra", "pandas", "pyarrow", "gurobipy", "numba", "matplotlib", "sim")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
     code += "import calibrate.__main__, calibrate.measure, calibrate.drift, calibrate.profile"
-    done = subprocess.run(  # noqa: S603 - the text above
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

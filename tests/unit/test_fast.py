@@ -130,7 +130,7 @@ def test_unknown_engine():
 
 def test_the_compiler_is_loaded_only_to_compile():
     code = "import sys, sim.run; assert 'numba' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)  # noqa: S603
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 # ---- decisions ----------------------------------------------------------------------------------

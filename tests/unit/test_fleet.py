@@ -181,7 +181,7 @@ def test_a_store_cannot_exceed_its_tier():
         ({"budget_tokens": 0}, "serve.budget_tokens: 0"),
         ({"capacity_tokens": 0}, "serve.capacity_tokens: 0"),
         ({"floor_s": -1.0}, "serve.floor_s: -1"),
-        ({"prefix": "gpu"}, "serve.prefix: 'gpu'"),
+        ({"kv_store": "gpu"}, "serve.kv_store: 'gpu'"),
         ({"watermark": 1.0}, "serve.watermark: 1"),
         ({"host_store_bytes": -1.0}, "serve.host_store_bytes: -1"),
     ],

@@ -79,10 +79,10 @@ def test_hashes_fix_the_block_size(tmp_path):
     assert (sessions.block_tokens, sessions.timed) == (512, True)
     assert sessions.turns[1].arrival_s == 1.5
     assert sessions.turns[0].blocks(1100, 512) == ((1, 1), (2, 1))
-    run = backlog(sessions, source="store", mode="trace", budget_tokens=8192)
+    run = backlog(sessions, source="lru", mode="trace", budget_tokens=8192)
     assert run.requests.column("n_cached").tolist() == [0.0, 512.0]
     with pytest.raises(ValueError, match="block_tokens: 256 must be 512"):
-        backlog(sessions, source="store", mode="trace", block_tokens=256)
+        backlog(sessions, source="lru", mode="trace", block_tokens=256)
 
 
 def test_unknown_reuse_is_counted(tmp_path):

@@ -38,7 +38,7 @@ class TestLock:
             "import os, sys; from pathlib import Path; from sim.sweep_folder import FolderLock; "
             "FolderLock(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
         )
-        done = subprocess.run(  # noqa: S603 - this interpreter
+        done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2]
         )
         assert done.returncode == -9
