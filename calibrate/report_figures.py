@@ -41,7 +41,7 @@ def draw_cells(report: Report, path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("measured, s")
     axes.set_ylabel("simulated, s")
-    axes.set_title(f"{report.profile}: prefill and mean decode step; band: {allowed:.0%}")
+    axes.set_title(f"{report.profile}: prefill and decode step, band {allowed:.0%}", fontsize=11)
     if times:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=130)
