@@ -28,10 +28,10 @@ from calibrate.quality import (
     table,
 )
 from calibrate.record import Point, one_machine
+from policies.run_request import hardware_to_mapping
 from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import HardwareProfile, Link, Provenance, ProvenanceKind
 from policies.spec.hardware_build import hardware_from_mapping
-from policies.spec.run_request import hardware_to_mapping
 
 _DIGITS = 5
 _GPU_SLACK_BYTES = 0.5e9

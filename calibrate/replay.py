@@ -17,8 +17,8 @@ from pathlib import Path
 from policies.cost.model import CostModel
 from policies.drive import Decision
 from policies.plan.op import Op, Tier
+from policies.run_request import RunRequest, read_request
 from policies.spec.hardware import HardwareProfile
-from policies.spec.run_request import RunRequest, read_request
 from policies.trace.jsonl import read_jsonl
 from policies.trace.span import Trace
 

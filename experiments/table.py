@@ -30,6 +30,10 @@ def significant(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def _bottleneck(value: Any) -> str:
+    return str(value).replace("h2d_", "H2D ").replace(" kv", " KV")
+
+
 @dataclass(frozen=True, slots=True)
 class _Column:
     name: str
@@ -43,7 +47,7 @@ _MEASURES = (
     _Column("decode_tokens_per_s", "decode\ntok/s", significant),
     _Column("ttft_s", "TTFT\ns", significant, rank=2),
     _Column("tpot_s", "TPOT\ns", significant, rank=3),
-    _Column("bottleneck", "waits\nmost on", lambda v: str(v).replace("h2d_", "H2D ")),
+    _Column("bottleneck", "waits\nmost on", _bottleneck),
     _Column("bound_ratio", "x lower\nbound", lambda v: f"{v:.2f}", rank=4),
     _Column("n_recompute_mean", "mean\nN_r", lambda v: f"{v:.0f}", rank=1),
     _Column("solve_s", "solve\nms", lambda v: f"{1e3 * v:.0f}", rank=5),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from policies.ilp import SlotProblem
+from policies.slot_problem import SlotProblem
 
 _FEW = 3  # candidates a batch for the upper bound
 _PRICES = 6  # golden-section steps: 6 per cent of the range

@@ -20,8 +20,6 @@ from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
 
-_RELAY_BYTES = 4 * 2**31  # four copy threads, each with a pinned relay buffer of 2 GiB
-
 
 @dataclass(frozen=True, slots=True)
 class FlexGen:
@@ -70,11 +68,7 @@ class FlexGen:
     @property
     def buffers(self) -> Buffers:
         """Double buffers; a relay where KV is pageable."""
-        return Buffers(
-            sep_layer=self.sep_layer,
-            attention=Attention(self.attention),
-            relay_bytes=0 if self.kv_pinned else _RELAY_BYTES,
-        )
+        return self.schedule.buffers
 
     def blocks(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """Blocks as given."""

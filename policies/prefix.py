@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from policies.ilp import SlotProblem, plan
+from policies.ilp import plan
+from policies.slot_problem import SlotProblem
 from policies.spec.request import Request
 
 

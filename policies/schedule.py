@@ -15,8 +15,11 @@ from itertools import accumulate
 
 from policies import slots
 from policies.drive import Decision, StepContext
+from policies.plan.memory import Buffers
 from policies.plan.op import Attention, Kind, Op, Scope, Slot
 from policies.slots import DISK_WEIGHTS, THREAD, Slots
+
+RELAY_BYTES = 4 * 2**31  # FlexGen: four copy threads, each with a pinned relay buffer of 2 GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,18 @@ class Zigzag:
     def __post_init__(self) -> None:
         if self.attention is Attention.CPU and not self.sep_layer:
             raise ValueError("attention: cpu needs sep_layer=true, attention ends its own stage")
+
+    @property
+    def buffers(self) -> Buffers:
+        """What the schedule needs besides the homes of weights and KV."""
+        return Buffers(
+            self.weight_slots,
+            self.kv_in_slots,
+            self.kv_out_slots,
+            self.sep_layer,
+            self.attention,
+            0 if self.kv_pinned else RELAY_BYTES,
+        )
 
 
 @dataclass(frozen=True, slots=True)

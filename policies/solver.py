@@ -22,7 +22,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from policies.chain import Chain, Quantised, prune
-from policies.ilp import SlotProblem, Solution, objective
+from policies.slot_problem import SlotProblem, Solution, objective
 
 SOLVERS = ("auto", "gurobi", "highs", "dp")
 

@@ -16,13 +16,15 @@ from itertools import chain
 
 from policies.cost.model import CostModel
 from policies.drive import Decision, StepContext
-from policies.ilp import SlotProblem, Solution, plan
+from policies.ilp import plan
 from policies.placement import Placement
 from policies.plan.link import link
 from policies.plan.memory import Buffers, place
 from policies.plan.op import Attention, Kind, Op, Scope
 from policies.plan.predict import predict
 from policies.schedule import Zigzag, zigzag
+from policies.slot_problem import SlotProblem, Solution
+from policies.solver import SOLVERS
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
@@ -57,6 +59,8 @@ class TightLLM:
             )
         if self.n_slices is not None and self.n_slices < 1:
             raise ValueError(f"policy.n_slices: {self.n_slices} must be >= 1 or null")
+        if self.solver not in SOLVERS:
+            raise ValueError(f"policy.solver: {self.solver!r} is none of {', '.join(SOLVERS)}")
         if self.bucket_tokens < 1:
             raise ValueError(f"policy.bucket_tokens: {self.bucket_tokens} must be >= 1")
 
@@ -68,7 +72,7 @@ class TightLLM:
     @property
     def buffers(self) -> Buffers:
         """Double buffers of whole layers."""
-        return Buffers(attention=Attention(self.attention))
+        return self.schedule.buffers
 
     def blocks(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """Blocks as given."""

@@ -25,9 +25,9 @@ from rich.table import Table
 
 from policies.drive import Policy
 from policies.errors import OutOfMemory
+from policies.run_request import RunRequest, policy_class, read_request
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
-from policies.spec.run_request import POLICY_CLASSES, RunRequest, read_request
 from real.backend import Arenas, available_bytes
 from real.files import write_result
 from real.generate import (
@@ -218,9 +218,7 @@ def _policy(name: str) -> Policy:
         raise ValueError(f"policy: {name!r} is none of {known}")
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     target = data.pop("_target_")
-    if target not in POLICY_CLASSES:
-        raise ValueError(f"policy: {target} is none of {', '.join(POLICY_CLASSES)}")
-    return POLICY_CLASSES[target](**data)
+    return policy_class(target)(**data)
 
 
 # ---- arguments ------------------------------------------------------------------------------

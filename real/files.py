@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from policies.spec.run_request import RunRequest
+from policies.run_request import RunRequest
 from policies.trace.jsonl import write_jsonl
 from real.run import RunResult, StepDecision
 

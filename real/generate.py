@@ -13,9 +13,9 @@ from pathlib import Path
 
 from policies.cost.model import CostModel
 from policies.plan.memory import check_run
+from policies.run_request import BYTES_OF_DTYPE, RunRequest
 from policies.spec.model import ModelSpec
 from policies.spec.model_hf import load_hf_config
-from policies.spec.run_request import BYTES_OF_DTYPE, RunRequest
 from policies.spec.workload import Batch, Block
 from policies.trace.span import Trace
 from real.architecture import DTYPES, numerics_from_hf

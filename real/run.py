@@ -25,7 +25,7 @@ from policies.placement import Placement
 from policies.plan.link import link
 from policies.plan.memory import block_pools, check_run, run_pools
 from policies.plan.op import Lane, Tier
-from policies.spec.run_request import RunRequest
+from policies.run_request import RunRequest
 from policies.spec.workload import Block
 from policies.trace.attribution import Category, attribute
 from policies.trace.metrics import TraceMetrics, metrics

@@ -106,7 +106,7 @@ def advise(
     bounded = machine.enumerate(space)
     clock.lap("bound")
     say(f"{len(bounded)} candidates, {machine.n_unfit} more do not fit ({clock})")
-    ranking = _rank(machine, bounded, policies)
+    ranking = _rank(machine, bounded, space)
     clock.lap("search")
     if not ranking:
         reason = _why_not(machine, bounded)
@@ -144,17 +144,28 @@ class _Clock:
         return f"{list(self.laps.values())[-1]:.1f} s"
 
 
-def _rank(
-    machine: Machine, bounded: list[Bounded], policies: Mapping[str, Policy]
-) -> tuple[Ranked, ...]:
-    """The best of every policy, by value; the first enumerated of equals first."""
+def _rank(machine: Machine, bounded: list[Bounded], space: Space) -> tuple[Ranked, ...]:
+    """The best of every policy, by value; the first enumerated of equals first.
+
+    Of policies near the best, batch sizes between the powers of two are searched as well; what is
+    found there is appended to ``bounded``.
+    """
     found = []
-    for name in policies:
+    for name in space.policies:
         own = [item for item in bounded if item.candidate.name == name]
         best = best_first(machine, own)
         if best is not None and best.value is not None:
-            found.append(Ranked(best, best.value))
-    return tuple(sorted(found, key=lambda ranked: -ranked.value))
+            found.append(best)
+    least = NEAR * max((tried.value or 0.0 for tried in found), default=0.0)
+    ranked = []
+    for tried in found:
+        best = tried
+        if (tried.value or 0.0) >= least:
+            finer = machine.refine(space, tried)
+            bounded += finer
+            best = best_first(machine, finer, (tried,)) or tried
+        ranked.append(Ranked(best, best.value or 0.0))
+    return tuple(sorted(ranked, key=lambda item: -item.value))
 
 
 def _why_not(machine: Machine, bounded: list[Bounded]) -> str:

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from policies.drive import Policy
 from policies.errors import Infeasible
 from sim import files
-from sim.advise import Advice, AdviseSettings, Elasticity, Ranked, advise
+from sim.advise import Advice, AdviseSettings, Ranked, advise
 from sim.columns import write_atomically
 from sim.result import RunRecord
 from sim.run import RunSpec
@@ -190,7 +190,7 @@ def _write(
         "run": command(line) if line else "",
         "ranking": [_ranked_row(i, ranked) for i, ranked in enumerate(advice.ranking, 1)],
         "change": settings.change,
-        "elasticity": [_elasticity_row(e) for e in advice.elasticities],
+        "elasticity": [asdict(e) for e in advice.elasticities],
         "spread": dict(advice.spread),
         "n_samples": settings.n_samples,
         "n_candidates": advice.n_candidates,
@@ -219,10 +219,6 @@ def _ranked_row(rank: int, ranked: Ranked) -> dict[str, object]:
         "bottleneck": ranked.tried.record.bottleneck,
         "tpot_s": ranked.tried.record.tpot_s,
     }
-
-
-def _elasticity_row(elasticity: Elasticity) -> dict[str, object]:
-    return asdict(elasticity)
 
 
 def _write_text(path: Path, text: str) -> None:

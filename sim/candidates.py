@@ -90,10 +90,21 @@ class Space:
                 texts = tuple(f"policy.{key}={value}" for key, value in changes.items())
                 yield replace(policy, **changes), texts  # type: ignore[type-var]
 
-    def by_size(self, name: str, n_batches: int) -> Iterator[list[Candidate]]:
-        """Candidates of one variant of a policy, sizes growing; see ``settings``."""
+    def by_size(
+        self, name: str, n_batches: int, sizes: Sequence[int] = ()
+    ) -> Iterator[list[Candidate]]:
+        """Candidates of one variant of a policy, sizes growing; by default ``self.sizes``."""
         for policy, texts in self.settings(self.policies[name], n_batches):
-            yield [_candidate(name, policy, size, n_batches, texts) for size in self.sizes]
+            yield [_candidate(name, policy, size, n_batches, texts) for size in sizes or self.sizes]
+
+    def near(self, n_seqs: int, n_batches: int) -> list[int]:
+        """Batch sizes between the powers of two that make blocks of about ``n_seqs`` sequences.
+
+        Eighths of the block from half of it on, quarters up to twice.
+        """
+        eighths = (4, 5, 6, 7, 8, 10, 12, 14, 16)
+        sizes = {n_seqs * k // (8 * n_batches) for k in eighths}
+        return sorted(n for n in sizes - set(self.sizes) if 1 <= n <= self.max_batch_size)
 
     def flexgen(
         self, name: str, hardware: HardwareProfile, base: RunSpec, blocks: Mapping[int, Block]

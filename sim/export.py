@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from policies.spec.run_request import BYTES_OF_DTYPE, RunRequest
+from policies.run_request import BYTES_OF_DTYPE, RunRequest
 from sim.columns import write_atomically
 from sim.job import make_job
 from sim.run import RunSpec

@@ -161,6 +161,16 @@ class Machine:
                 found += self._while_they_fit([candidate])
         return found
 
+    def refine(self, space: Space, best: Tried) -> list[Bounded]:
+        """Candidates of the best one's policy whose blocks are about as large as its own."""
+        found: list[Bounded] = []
+        name, n_seqs = best.candidate.name, best.candidate.batch_size * best.candidate.n_batches
+        for n_batches in space.n_batches:
+            sizes = space.near(n_seqs, n_batches)
+            for variant in space.by_size(name, n_batches, sizes) if sizes else ():
+                found += self._while_they_fit(variant)
+        return found
+
     def _while_they_fit(self, growing: Sequence[Candidate]) -> Iterable[Bounded]:
         for candidate in growing:
             upper = self.upper(candidate)

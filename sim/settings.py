@@ -27,7 +27,6 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from policies.drive import Policy
-from policies.solver import SOLVERS
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
 from policies.spec.model import ModelSpec
@@ -129,8 +128,6 @@ def _policy(data: dict[str, Any]) -> Policy:
         raise ValueError(f"policy._target_: {target!r} is no policy (a dataclass with decide())")
     values = {key: value for key, value in data.items() if key != "_target_"}
     checked("policy", cls, values)
-    if values.get("solver", SOLVERS[0]) not in SOLVERS:
-        raise ValueError(f"policy.solver: {values['solver']!r} is none of {', '.join(SOLVERS)}")
     try:
         return cast(Policy, instantiate(data, _convert_="all"))
     except InstantiationException as error:

@@ -13,8 +13,6 @@ from policies.cost.kappa import Kappa
 
 TABLE_LINK_BYTES_PER_S = {"PCIe 4": 33.554432e9, "PCIe 5": 67.108864e9}
 TABLE_FLOPS_PER_S = {"A100": 624e12, "H100": 1979e12, "B200": 4985e12}
-TEXT_LINK_BYTES_PER_S = 64e9
-TEXT_FLOPS_PER_S = 2000e12
 SUSTAINED_BYTES_PER_S = 15e9  # measured there with vLLM and LMCache, over all eight GPUs
 SUSTAINED_SHARE = 0.23  # of 64 GB/s, as printed
 

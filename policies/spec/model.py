@@ -170,11 +170,6 @@ class ModelSpec:
         return round(self.layer_params(layer, scope) * self.weight_bytes_per_elem)
 
     @property
-    def head_params(self) -> int:
-        """Parameters of the final norm and the LM head (tied or not)."""
-        return self.vocab * self.d_model + self._norm
-
-    @property
     def edge_params(self) -> int:
         """Parameters outside the layers: embeddings, positions, final norm, untied head."""
         tables = 1 if self.tied_embeddings else 2

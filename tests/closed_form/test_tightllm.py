@@ -8,11 +8,12 @@ import pytest
 
 from policies.cost.model import CostModel
 from policies.drive import Decision, StepContext
-from policies.ilp import objective, plan
+from policies.ilp import plan
 from policies.plan.link import link
 from policies.plan.op import Kind
 from policies.plan.predict import predict
 from policies.schedule import Zigzag, zigzag
+from policies.slot_problem import objective
 from policies.spec.workload import Batch, Block
 from policies.tightllm import TightLLM, _Tables
 from tests.policies_table import OPT, SMALL

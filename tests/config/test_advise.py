@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import time
 from itertools import product
 from pathlib import Path
 
@@ -111,8 +112,8 @@ def test_settings_say_what_is_wrong(data, message):
 
 GRID = {
     "policy": ("flexgen-pinned", "tightllm", "accelerate-big-pinned"),
-    "workload.batch_size": (4, 32, 256),
-    "workload.n_batches": (1, 4, 8),
+    "workload.batch_size": (8, 128),
+    "workload.n_batches": (1, 4),
 }
 
 
@@ -127,9 +128,10 @@ GRID = {
     ids=["opt-30b", "llama3.1-70b"],
 )  # fmt: skip
 def test_never_worse_than_a_coarse_grid(tmp_path, machine, placements):
-    """Ranges are left out for time; they do not touch what is best."""
-    advice = ask(tmp_path, "+experiment=advise", *machine, "advise.n_samples=0")
-    assert sum(advice["seconds"].values()) < 60
+    """Within a minute of one core, ranges included."""
+    start_s = time.process_time()
+    advice = ask(tmp_path, "+experiment=advise", *machine, "advise.n_batches=[1,4]")
+    assert time.process_time() - start_s < 60
     own = [text for text in machine if not text.startswith("advise")]
     best = 0.0
     for placement, *values in product(placements, *GRID.values()):

@@ -3,7 +3,8 @@
 import pytest
 
 from policies.cost.balance import balanced_recompute_share, n_recompute_closed_form
-from policies.ilp import SlotProblem, objective, plan
+from policies.ilp import plan
+from policies.slot_problem import SlotProblem, objective
 from policies.solver import solve
 
 MS = 1e-3

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from policies.chain import Quantised
 from policies.cost.balance import n_recompute_closed_form
-from policies.ilp import SlotProblem, objective, plan
+from policies.ilp import plan
+from policies.slot_problem import SlotProblem, objective
 from policies.solver import _gurobi_optimum, _highs_optimum, solve
 
 SOLVERS = ("gurobi", "highs", "dp")

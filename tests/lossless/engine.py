@@ -16,9 +16,9 @@ from policies.cost.model import CostModel
 from policies.drive import Decision, Policy
 from policies.placement import Placement, block_kv_bytes
 from policies.plan.op import Op
+from policies.run_request import BYTES_OF_DTYPE, RunRequest
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
-from policies.spec.run_request import BYTES_OF_DTYPE, RunRequest
 from policies.spec.workload import Batch, Block
 from policies.trace.span import Trace
 from real.architecture import DTYPES

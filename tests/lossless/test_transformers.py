@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from policies.drive import Policy
 from policies.flexgen import FlexGen
-from policies.spec.run_request import RunRequest
+from policies.run_request import RunRequest
 from policies.tightllm import TightLLM
 from real.generate import generate, model_of, pack
 from real.run import Options
@@ -18,7 +19,6 @@ from tests.lossless.engine import CPU
 from tests.policies_table import SMALL, FixedRecompute
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-transformers = pytest.importorskip("transformers")
 
 MAX_NEW = 6
 PROMPTS = ((5, 17, 80, 33, 9, 60, 2), (44,), (7, 7, 30), (91, 12, 55, 8), (3, 70))

@@ -12,7 +12,7 @@ from policies.cost.model import CostModel
 from policies.cost.size import nbytes
 from policies.plan.link import link
 from policies.plan.op import Kind, Lane
-from policies.spec.run_request import RunRequest, read_request
+from policies.run_request import RunRequest, read_request
 from policies.trace.check import check_bytes, check_causality, check_clock, check_keys
 from policies.trace.jsonl import read_jsonl
 from policies.trace.span import Trace

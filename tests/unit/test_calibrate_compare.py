@@ -17,8 +17,8 @@ from calibrate.report import Tolerance, make_report, write_report
 from policies.accelerate import Accelerate
 from policies.drive import Policy
 from policies.plan.op import Kind, Lane
+from policies.run_request import RunRequest
 from policies.spec.hardware import HardwareProfile, Link
-from policies.spec.run_request import RunRequest
 from policies.spec.workload import Batch, Block
 from policies.tightllm import TightLLM
 from policies.trace.jsonl import write_jsonl

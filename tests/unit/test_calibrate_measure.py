@@ -117,7 +117,6 @@ MEASURE = ("measure", "--device", "cpu", "--grid", "tiny", "--threads", "1", "--
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("torch")
     path = tmp_path_factory.mktemp("measured") / "cpu.jsonl"
     assert run(*MEASURE, path) == 0
     return path
@@ -155,7 +154,6 @@ def test_a_rerun_takes_only_what_is_missing(measured: Path, tmp_path: Path) -> N
 
 
 def test_a_budget_that_is_spent_leaves_the_rest(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     path = tmp_path / "cpu.jsonl"
     assert run(*MEASURE, path, "--budget-s", "0.001") == 0
     assert len(read_points(path)) < len(cases(TINY))
@@ -164,7 +162,6 @@ def test_a_budget_that_is_spent_leaves_the_rest(tmp_path: Path) -> None:
 def test_another_devices_file_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("torch")
     path = tmp_path / "gpu.jsonl"
     write_points(tuple(synthetic(TRUTH))[:4], path)
     assert run(*MEASURE, path) == 2

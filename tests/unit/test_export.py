@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from policies.spec.run_request import read_request
+from policies.run_request import read_request
 from policies.tightllm import TightLLM
 from sim.export import Export, read_export, request_of, write_request
 from sim.job import WorkloadSpec, make_job

@@ -9,7 +9,8 @@ import pytest
 
 from policies import solver as solver_module
 from policies.chain import Chain, Quantised, prune
-from policies.ilp import SlotProblem, objective, plan
+from policies.ilp import plan
+from policies.slot_problem import SlotProblem, objective
 from policies.solver import SolverStoppedError, SolverUnavailableError, solve
 
 SOLVERS = ("gurobi", "highs", "dp")

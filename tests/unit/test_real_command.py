@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.spec.run_request import RunRequest
+from policies.run_request import RunRequest
 from policies.trace.jsonl import read_jsonl
 from real.__main__ import main, parse_bytes
 from tests.lossless.engine import FAMILIES, UNIFORM, in_dtype

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from policies.cost.model import CostModel
+from policies.run_request import RunRequest, read_request
 from policies.spec.hardware_build import hardware_from_mapping
-from policies.spec.run_request import RunRequest, read_request
 from policies.spec.workload import Batch, Block
 from tests.policies_table import GQA, OPT, POLICIES, RAGGED, SMALL, FixedRecompute
 
@@ -59,7 +59,7 @@ def edited(**changes: object) -> str:
         (edited(gpu_mem_cap_bytes=0), "request.gpu_mem_cap_bytes: 0"),
         (edited(dtype="int8"), "request.dtype: 'int8' is none of float16"),
         (edited(dtype="float32"), "is 4 bytes wide, but model.weight_bytes_per_elem is 2"),
-        (edited(policy__class="os.system"), "request.policy.class: 'os.system' is none of"),
+        (edited(policy__class="os.system"), "request.policy.class: 'os.system' is no policy"),
         (edited(policy__args__speed=9), "request.policy.args.speed: unknown key"),
         (edited(policy__args__bucket_tokens=0), "policy.bucket_tokens: 0"),
         (edited(model__n_layers="3"), "request.model.n_layers: '3' must be of type int"),
@@ -78,7 +78,7 @@ def test_errors_name_the_field(text: str, message: str) -> None:
 
 
 def test_a_policy_of_a_test_has_no_file() -> None:
-    with pytest.raises(ValueError, match="FixedRecompute is none of"):
+    with pytest.raises(ValueError, match="FixedRecompute' is no policy"):
         replace(REQUEST, policy=FixedRecompute()).to_json()
 
 

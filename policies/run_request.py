@@ -9,30 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from policies.accelerate import Accelerate
 from policies.cost.model import CostModel
 from policies.drive import Decision, Policy, drive
-from policies.flexgen import FlexGen
 from policies.plan.op import Kind, Op
 from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import HardwareProfile, Link
 from policies.spec.hardware_build import hardware_from_mapping
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
-from policies.tightllm import TightLLM
 
 SCHEMA = 1
-
-# Only these classes are built from a file; a path from a file is never imported.
-POLICY_CLASSES: Mapping[str, Callable[..., Policy]] = {
-    "policies.accelerate.Accelerate": Accelerate,
-    "policies.flexgen.FlexGen": FlexGen,
-    "policies.tightllm.TightLLM": TightLLM,
-}
 
 BYTES_OF_DTYPE = {"float16": 2.0, "bfloat16": 2.0, "float32": 4.0, "float64": 8.0}
 
@@ -211,21 +202,31 @@ def _without_none(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if value is not None and value != ""}
 
 
+def policy_class(path: str) -> Callable[..., Policy]:
+    """The policy that ``policies.module.Class`` names; a file can name no other package."""
+    module, _, name = path.rpartition(".")
+    if module.startswith("policies."):
+        try:
+            found = getattr(import_module(module), name, None)
+        except ImportError:
+            found = None
+        if isinstance(found, type) and is_dataclass(found) and hasattr(found, "decide"):
+            return cast("Callable[..., Policy]", found)
+    raise ValueError(
+        f"request.policy.class: {path!r} is no policy (a dataclass with decide()) of this package"
+    )
+
+
 def _policy_to_mapping(policy: Policy) -> dict[str, object]:
     path = f"{type(policy).__module__}.{type(policy).__qualname__}"
-    if path not in POLICY_CLASSES:
-        raise ValueError(f"request.policy: {path} is none of {', '.join(POLICY_CLASSES)}")
+    policy_class(path)  # refuses what could not be read again
     return {"class": path, "args": asdict(policy)}  # type: ignore[call-overload]
 
 
 def _policy(value: object) -> Policy:
     data = _mapping("request.policy", value)
     _check_keys("request.policy", data, ("class", "args"), ())
-    build = POLICY_CLASSES.get(str(data["class"]))
-    if build is None:
-        raise ValueError(
-            f"request.policy.class: {data['class']!r} is none of {', '.join(POLICY_CLASSES)}"
-        )
+    build = policy_class(str(data["class"]))
     args = _mapping("request.policy.args", data["args"])
     _check_keys("request.policy.args", args, (), tuple(f.name for f in fields(build)))  # type: ignore[arg-type]
     try:
