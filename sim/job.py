@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from policies.drive import Policy
-from policies.errors import OutOfMemory
+from policies.errors import Infeasible, OutOfMemory
 from policies.plan.memory import check_run
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
 from sim.lengths import LengthTrace, read_trace, stratified
-from sim.pack import Job, fixed, pack
+from sim.pack import Job, fixed, pack, warn_too_long
 from sim.workloads import GENERATED, SHIPPED, generate, shipped
 
 _MAX_AUTO_BATCH = 2**14
@@ -58,6 +58,13 @@ class WorkloadSpec:
             if value is not None and value < 1:
                 auto = "auto" if name == "batch_size" else "null"
                 raise ValueError(f"workload.{name}: {value} must be >= 1 or {auto}")
+        if self.source == "fixed":
+            for name in ("limit", "max_new", "n_generated"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"workload.{name}: {getattr(self, name)} has no meaning with a fixed "
+                        "workload, which has n_batches, batch_size, prompt_len and gen_len"
+                    )
         if self.source == "path" and not self.path:
             raise ValueError("workload.path: is empty, must name a .csv or .parquet trace")
 
@@ -69,7 +76,8 @@ def make_job(
     fits = fits_without_disk(model, hardware, policy)
     if spec.source == "fixed":
         size = spec.batch_size or _auto_batch(spec, fits)
-        return fixed(spec.n_batches, size, spec.prompt_len, spec.gen_len)
+        job = fixed(spec.n_batches, size, spec.prompt_len, spec.gen_len)
+        return _within_positions(job, model.max_positions, spec.reject_long)
     requests = stratified(_trace(spec, seed).offline(), spec.limit, seed)
     return pack(
         requests,
@@ -111,6 +119,20 @@ def _auto_batch(spec: WorkloadSpec, fits: Callable[[Block], bool]) -> int:
             break
         size *= 2
     return size
+
+
+def _within_positions(job: Job, max_positions: int, reject_long: bool) -> Job:
+    """The job with its count of requests beyond the model's positions: none, or all alike."""
+    longest = job.blocks[0].max_tokens
+    if longest <= max_positions:
+        return job
+    if reject_long:
+        raise Infeasible(
+            f"all {job.n_requests} requests exceed the model's {max_positions} positions (each "
+            f"needs {longest}) and reject_long is set"
+        )
+    warn_too_long(job.n_requests, job.n_requests, max_positions, rejected=False)
+    return replace(job, n_too_long=job.n_requests)
 
 
 def _trace(spec: WorkloadSpec, seed: int) -> LengthTrace:

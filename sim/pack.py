@@ -165,16 +165,19 @@ def _admit(
             f"needs {min(map(positions, lengths))}) and reject_long is set"
         )
     if n_too_long:
-        logger.warning(
-            "%d of %d requests exceed the model's %d positions: %s",
-            n_too_long,
-            len(lengths),
-            max_positions,
-            "rejected"
-            if reject_long
-            else "run all the same (workload.reject_long=true drops them)",
-        )
+        warn_too_long(n_too_long, len(lengths), max_positions, rejected=reject_long)
     return (short if reject_long else list(lengths)), n_too_long
+
+
+def warn_too_long(n_too_long: int, n_requests: int, max_positions: int, *, rejected: bool) -> None:
+    """Say once what becomes of requests beyond the model's positions."""
+    logger.warning(
+        "%d of %d requests exceed the model's %d positions: %s",
+        n_too_long,
+        n_requests,
+        max_positions,
+        "rejected" if rejected else "run all the same (workload.reject_long=true drops them)",
+    )
 
 
 def _auto_size(

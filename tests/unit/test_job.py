@@ -87,9 +87,21 @@ def test_all_requests_rejected_is_infeasible():
         make_job(spec, replace(OPT, max_positions=1), SMALL, POLICY, 0)
 
 
+def test_a_fixed_job_beyond_the_positions_is_counted_and_warned_about(caplog):
+    model = replace(OPT, max_positions=FIXED.prompt_len + FIXED.gen_len - 2)
+    job = make_job(FIXED, model, SMALL, POLICY, 0)
+    assert job.n_too_long == job.n_requests
+    assert "exceed the model's" in caplog.text
+    with pytest.raises(Infeasible, match="reject_long is set"):
+        make_job(replace(FIXED, reject_long=True), model, SMALL, POLICY, 0)
+    assert make_job(FIXED, replace(OPT, max_positions=10**6), SMALL, POLICY, 0).n_too_long == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"limit": 3}, "workload.limit: 3 has no meaning with a fixed workload"),
+        ({"max_new": 1}, "workload.max_new: 1 has no meaning with a fixed workload"),
         (
             {"source": "wikitext"},
             "workload.source: 'wikitext' must be one of fixed, path, sharegpt",
@@ -98,8 +110,8 @@ def test_all_requests_rejected_is_infeasible():
         ({"prompt_len": 0}, "workload.prompt_len: 0 must be >= 1"),
         ({"gen_len": -1}, "workload.gen_len: -1 must be >= 1"),
         ({"batch_size": 0}, "workload.batch_size: 0 must be >= 1 or auto"),
-        ({"limit": 0}, "workload.limit: 0 must be >= 1 or null"),
-        ({"max_new": 0}, "workload.max_new: 0 must be >= 1 or null"),
+        ({"source": "sharegpt", "limit": 0}, "workload.limit: 0 must be >= 1 or null"),
+        ({"source": "sharegpt", "max_new": 0}, "workload.max_new: 0 must be >= 1 or null"),
         ({"source": "path"}, "workload.path: is empty"),
     ],
 )
