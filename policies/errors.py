@@ -16,10 +16,17 @@ class OutOfMemory(Exception):
         self.need_bytes = need_bytes
         self.have_bytes = have_bytes
         self.key = key
-        super().__init__(
-            f"{tier} memory: need {need_bytes / 1e9:.2f} GB, have {have_bytes / 1e9:.2f} GB "
-            f"(largest: {key})"
-        )
+        scale, unit = _unit(need_bytes - have_bytes)
+        need, have = (f"{n / scale:.{2 if unit != 'B' else 0}f}" for n in (need_bytes, have_bytes))
+        super().__init__(f"{tier} memory: need {need} {unit}, have {have} {unit} (largest: {key})")
+
+
+def _unit(shortage_bytes: float) -> tuple[float, str]:
+    """Bytes of the largest decimal unit in which two decimals show a shortage, and its name."""
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if shortage_bytes >= scale / 50:
+            return scale, unit
+    return 1.0, "B"
 
 
 class PlanError(Exception):

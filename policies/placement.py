@@ -54,7 +54,8 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.act.disk > 0:
-            raise ValueError(f"placement of activations: {self.act} must not use the disk")
+            share = f"{100 * self.act.disk:g} %"
+            raise ValueError(f"placement of activations: must not use the disk, has {share} there")
 
     def weight_bytes(self, model: ModelSpec, layer: int, scope: Scope, tier: str) -> int:
         """Bytes of a layer's weights (or its attention or MLP) whose home is ``tier``."""
@@ -154,7 +155,12 @@ def flexgen_placement(
     kv = tuple(_whole_sequences(block.batches[0].n_seqs, *pairs[1]) for block in blocks)
     gpu, cpu = pairs[2]
     rest = 100 - gpu - cpu  # of percentages with two digits it may be a rounding error
-    act = Shares(gpu / 100, cpu / 100, rest / 100 if rest > 1e-9 else 0.0)
+    if rest > 1e-9:
+        raise ValueError(
+            f"policy.percent: {list(percent)} leaves {rest:g} % of the activations to the disk, "
+            "where they cannot be; the last two must sum to 100"
+        )
+    act = Shares(gpu / 100, cpu / 100, 0.0)
     return Placement(weights=tuple(layers), kv=kv, act=act)
 
 

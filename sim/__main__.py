@@ -7,6 +7,7 @@ run in other processes, on copies of ``task``; what they have to say is in the f
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -27,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from policies.cost.breakeven import BreakEven, break_even
 from policies.errors import Infeasible
 from sim import files, modes
-from sim.export import read_export, write_request
+from sim.export import make_folder, read_export, write_request
 from sim.guard import SweepFailed, SweepRefused
 from sim.job import make_job
 from sim.report import break_even_lines, run_table
@@ -47,10 +48,21 @@ class WorkingFolder(SearchPathPlugin):
         if not own.is_dir() or own.samefile(CONF):
             return
         for path in own.glob("*/*.yaml"):
-            shipped = CONF / path.relative_to(own)
-            if shipped.is_file() and shipped.read_bytes() != path.read_bytes():
+            if path.is_dir():
+                raise ValueError(f"{path}: is a folder, must be a YAML file")
+            content, shipped = path.read_bytes(), CONF / path.relative_to(own)
+            if shipped.is_file() and shipped.read_bytes() != content:
                 raise ValueError(f"{path}: has the name of a shipped file, give it another")
+            _check_text(path, content)
         search_path.append(provider="working folder", path=f"file://{own}")
+
+
+def _check_text(path: Path, content: bytes) -> None:
+    """``ValueError`` naming the file; what a decoder raises later would not."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, byte {error.start}: is not UTF-8 ({error.reason})") from error
 
 
 class _Warnings(logging.Handler):
@@ -72,6 +84,13 @@ def _complain(kind: str, message: str) -> None:
     sys.stderr.write(f"{kind}: {message}\n")
 
 
+def _print_anything() -> None:
+    """Let stdout and stderr replace characters that the terminal's encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 # ---- one run -------------------------------------------------------------------------------------
 
 
@@ -87,6 +106,7 @@ def run_alone(config: Mapping[str, object], overrides: list[str], folder: Path) 
         return
     console = Console()
     spec, export = build(config, overrides), read_export(config)
+    make_folder(export)
     found = _break_even(spec)
     if found is not None:
         console.print(break_even_lines(found))
@@ -133,7 +153,8 @@ def _say_where(folder: Path) -> None:
 
 
 def main() -> int:
-    """Exit code: 0, 1 where a run of a sweep failed, 2 where the command is wrong."""
+    """Exit code: 0, 1 where a run of a sweep failed, 2 for a wrong command, 130 after Ctrl-C."""
+    _print_anything()
     # Hydra prints its errors with advice about itself unless this is set; then it raises them.
     wants_trace = os.environ.setdefault("HYDRA_FULL_ERROR", "0") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -149,10 +170,10 @@ def main() -> int:
         config = cast(dict[str, object], OmegaConf.to_container(composed, resolve=True))
         try:
             run_alone(config, overrides, folder)
-        except USER_ERRORS as error:
+        except (*USER_ERRORS, OSError) as error:
             if wants_trace:
                 raise
-            _complain("error", str(error))
+            _complain("error", explain(error) or str(error))
             raise SystemExit(2) from error
 
     try:
@@ -160,8 +181,15 @@ def main() -> int:
     except SweepFailed:
         return 1
     except SweepRefused as error:
+        if wants_trace:
+            raise
         _complain("error", str(error))
         return 2
+    except KeyboardInterrupt:
+        if wants_trace:
+            raise
+        _complain("error", "interrupted")
+        return 130
     except Exception as error:
         message = explain(error)
         if message is None or wants_trace:

@@ -24,6 +24,7 @@ from sim.run import RunSpec
 from sim.search import Bounded, Machine, Objective, Tried, best_first, cheaply
 
 QUANTILES = (0.1, 0.5, 0.9)
+FINER_TRIES = 4  # simulations between the powers of two: their bounds hardly differ
 NEAR = 0.5  # of the best value: policies that a little more memory could make the best
 Say = Callable[[str], None]
 
@@ -147,8 +148,8 @@ class _Clock:
 def _rank(machine: Machine, bounded: list[Bounded], space: Space) -> tuple[Ranked, ...]:
     """The best of every policy, by value; the first enumerated of equals first.
 
-    Of policies near the best, batch sizes between the powers of two are searched as well; what is
-    found there is appended to ``bounded``.
+    Of policies near the best, the most promising batch sizes between the powers of two are tried as
+    well, and their candidates appended to ``bounded``.
     """
     found = []
     for name in space.policies:
@@ -163,7 +164,7 @@ def _rank(machine: Machine, bounded: list[Bounded], space: Space) -> tuple[Ranke
         if (tried.value or 0.0) >= least:
             finer = machine.refine(space, tried)
             bounded += finer
-            best = best_first(machine, finer, (tried,)) or tried
+            best = best_first(machine, finer, (tried,), FINER_TRIES) or tried
         ranked.append(Ranked(best, best.value or 0.0))
     return tuple(sorted(ranked, key=lambda item: -item.value))
 

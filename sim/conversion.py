@@ -41,11 +41,11 @@ class Conversion:
         for name, value in row.items():
             self.columns[name].append(value)
 
-    def write(self, path: Path) -> None:
-        """Write the trace atomically; ``ValueError`` if every record was skipped."""
+    def write(self, path: Path, raw: Path) -> None:
+        """Write the trace atomically; ``ValueError`` naming ``raw`` if every record was skipped."""
         if not len(self):
             reasons = ", ".join(f"{n} {why}" for why, n in self.skipped.items()) or "it is empty"
-            raise ValueError(f"raw: no usable request ({reasons}), nothing was written")
+            raise ValueError(f"{raw}: no usable request ({reasons}), nothing was written")
         write_columns(path, self.columns, self.lists)
 
 

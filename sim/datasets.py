@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sim.columns import check_extension, read_columns, write_atomically
+from sim.columns import MAX_VALUE, check_extension, read_columns, write_atomically
 from sim.conversion import Conversion, CountTokens
 from sim.convert_arrivals import convert_azure, convert_mooncake
 from sim.convert_documents import convert_finqa, convert_narrativeqa
 from sim.convert_sharegpt import convert_sharegpt
 from sim.lengths import TASKS, LengthTrace, read_trace
 from sim.quantiles import LengthTable
+from sim.sessions import HASH_BLOCK_TOKENS
 from sim.workloads import GENERATED, SHIPPED, generate, shipped
 
 _TEXT: dict[str, Callable[[Path, CountTokens], Conversion]] = {
@@ -39,6 +41,23 @@ _COUNTS: dict[str, Callable[[Path], Conversion]] = {
     "mooncake": convert_mooncake,
     "azure": convert_azure,
 }
+
+_TRACE = f"""\
+columns of a trace (.csv or .parquet, one row a request, whole numbers from 0 to {MAX_VALUE:,};
+columns of other names are ignored):
+  prompt_tokens                 tokens  new in this request, neither cached nor BOS
+  response_tokens               tokens  generated; an offline run generates at least 1
+optional, an empty field is unknown:
+  cached_prefix_tokens          tokens  K, before the prompt, which a cache may hold (else 0)
+  cached_prefix_tokens_seedfit  tokens  the same, for serve.history=seedfit
+  conversation_id               number  turns of one conversation, in the order of the file
+  document_id                   number  questions on one document
+  task                          0 to {len(TASKS) - 1}  {", ".join(TASKS)}
+  arrival_ms                    ms      arrival, from the first request of the trace
+  hash_ids                      list    one number a block of {HASH_BLOCK_TOKENS} tokens, in Parquet
+convert also writes, and nothing reads: turn_index, question_index (numbers from 0), request_id,
+parent_request_id (row numbers), shared_blocks (blocks of {HASH_BLOCK_TOKENS} tokens seen before)
+"""
 
 
 def load_tokenizer(path: Path) -> CountTokens:
@@ -72,7 +91,7 @@ def convert(name: str, raw: Path, tokenizer: Path | None, out: Path) -> Conversi
         if tokenizer is not None:
             raise ValueError(f"--tokenizer: {name} holds token counts, a tokenizer is not used")
         result = _COUNTS[name](raw)
-    result.write(out)
+    result.write(out, raw)
     return result
 
 
@@ -173,19 +192,23 @@ def _run(arguments: argparse.Namespace, out: Console) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sim.datasets", description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the table of columns as it is
+    parser = argparse.ArgumentParser(
+        prog="python -m sim.datasets", description=__doc__, epilog=_TRACE, formatter_class=raw
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("convert", help="turn a public raw file into a trace")
+    add = partial(commands.add_parser, epilog=_TRACE, formatter_class=raw)
+    command = add("convert", help="turn a public raw file into a trace")
     command.add_argument("format", choices=(*_TEXT, *_COUNTS))
     command.add_argument("raw", type=Path, help="raw file (narrativeqa: the folder)")
     command.add_argument("--tokenizer", type=Path, help="tokenizer.json, for formats with text")
     command.add_argument("-o", "--output", type=Path, required=True, help=".parquet or .csv")
-    command = commands.add_parser("describe", help="print the statistics of a trace")
+    command = add("describe", help="print the statistics of a trace")
     command.add_argument("source", help=f"path, or one of {', '.join(SHIPPED + GENERATED)}")
     command.add_argument("--task", choices=TASKS, help="rows of a trace with a task column")
     command.add_argument("-n", type=int, help="requests to generate (default: as the source)")
     command.add_argument("--seed", type=int, help="of a generated workload (default 0)")
-    command = commands.add_parser("tabulate", help="make a quantile table from a trace")
+    command = add("tabulate", help="make a quantile table from a trace")
     command.add_argument("trace", type=Path, help=".parquet or .csv")
     command.add_argument("--task", choices=TASKS, help="rows of a trace with a task column")
     command.add_argument("--source", help="what the table says of its origin (default: the path)")

@@ -7,6 +7,7 @@ before the policy splits or merges batches; whoever runs the request does that a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,21 @@ def read_export(config: Mapping[str, object]) -> Export:
     return Export(**{str(key): value for key, value in settings.items()})
 
 
+def make_folder(export: Export) -> None:
+    """Make ``export.dir`` before a run is spent on it; ``ValueError`` if it cannot be written."""
+    if export.dir is None:
+        return
+    folder = Path(export.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ValueError(f"export.dir: {folder} is a file, must be a folder") from error
+    except OSError as error:
+        raise ValueError(f"export.dir: {folder} cannot be made ({error.strerror})") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"export.dir: {folder} cannot be written to")
+
+
 def request_of(spec: RunSpec, export: Export) -> RunRequest:
     """The request of a run; ``ValueError`` where the engine could not run it."""
     job = make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
@@ -85,11 +101,11 @@ def write_request(spec: RunSpec, export: Export) -> Path:
     folder = Path(str(export.dir))
     folder.mkdir(parents=True, exist_ok=True)
     path, text = folder / f"{request.name}.json", request.to_json()
-    if path.exists() and path.read_text(encoding="utf-8") != text:
+    if path.exists() and path.read_bytes() != text.encode():
         raise ValueError(f"{path}: holds another request; name this one with export.name")
 
     def write(part: Path) -> None:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(text.encode())
 
     write_atomically(path, write)
     return path

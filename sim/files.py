@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 import platform
 import subprocess
 from collections.abc import Callable, Collection, Mapping
@@ -59,6 +60,16 @@ def write_row(
 ) -> None:
     """Write ``result.json`` alone; ``ValueError`` if a number is not finite."""
     content = {**row, "config": config, "provenance": provenance}
+    infinite = [
+        f"{name} ({value})"
+        for name, value in row.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+    if infinite:
+        raise ValueError(
+            f"result: not finite: {', '.join(infinite)}; some rate, latency or size of the "
+            "settings is out of all proportion"
+        )
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / RESULT, _writer(text))

@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from sim.cells import expand
+from sim.settings import explain
 from sim.sweep import read_resume, without_sweep
 from sim.sweep_folder import FolderLock, RowCount, open_sweep, read_manifest
 
@@ -57,9 +58,9 @@ class Guard(Callback):
                 raise ValueError(f"sweep.resume: {folder} does not exist")
             self.lock = FolderLock(folder)
             open_sweep(folder, _manifest(config), resume.active)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             self._release()
-            raise SweepRefused(str(error)) from error
+            raise SweepRefused(explain(error)) from error
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """Let go of the folder; ``SweepFailed`` if a run failed."""

@@ -108,10 +108,12 @@ def _recompute(found: BreakEven) -> str:
 
 def _cannot_win(found: BreakEven) -> Iterator[str]:
     if found.fits_on_gpu:
+        advice = "policy.placement=auto keeps the weights of all layers there"
+        if not found.prefill.weights_s:
+            advice = "the weights of all layers are there already"
         yield (
             f"offloading cannot win: weights and KV fit in GPU memory "
-            f"({gib(found.resident_bytes)} of {gib(found.gpu_usable_bytes)}); "
-            "policy.placement=auto keeps all layers there"
+            f"({gib(found.resident_bytes)} of {gib(found.gpu_usable_bytes)}); {advice}"
         )
     if found.cpu_wins and found.decode and found.cpu_step_s is not None:
         sizes = "however many sequences run at once"
@@ -173,7 +175,7 @@ def run_table(
 
 def _what_ran(spec: RunSpec, record: RunRecord) -> list[Row]:
     model, hardware = spec.model, spec.hardware
-    layers = f"{count(model.n_layers, 'layer')}, {model.n_params / 1e9:.1f} B parameters"
+    layers = f"{count(model.n_layers, 'layer')}, {parameters(model.n_params)} parameters"
     machine = f"{gib(hardware.gpu_bytes)} GPU, {gib(hardware.host_bytes)} host"
     rows: list[Row] = [
         ("model", f"{model.name}: {layers}, weights {gib(model.weight_bytes)}"),
@@ -362,8 +364,18 @@ def count(n: int, noun: str, plural: str = "") -> str:
     return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
 
 
+def parameters(n: int) -> str:
+    """``8.0 B`` (10**9), ``125.0 M`` or ``33.4 K``."""
+    for scale, unit in ((1e9, "B"), (1e6, "M")):
+        if n >= scale:
+            return f"{n / scale:,.1f} {unit}"
+    return f"{n / 1e3:,.1f} K"
+
+
 def gib(nbytes: float) -> str:
-    """Bytes as GiB (2**30), MiB below one."""
+    """Bytes as GiB (2**30), MiB below one, KiB where those would round to none."""
+    if 0 < abs(nbytes) < 2**20 / 10:
+        return f"{nbytes / 2**10:,.1f} KiB"
     if abs(nbytes) < 2**30:
         return f"{nbytes / 2**20:,.1f} MiB"
     return f"{nbytes / 2**30:,.1f} GiB"

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
+import yaml
 from hydra.errors import (
     HydraException,
     InstantiationException,
@@ -94,11 +95,12 @@ def model_of(data: dict[str, Any], overrides: Collection[str]) -> ModelSpec:
 
 
 def _workload(data: dict[str, Any]) -> WorkloadSpec:
-    if data.get("batch_size") == "auto":
+    size = data.get("batch_size")
+    if size == "auto":
         data["batch_size"] = None
-    elif isinstance(data.get("batch_size"), str):
+    elif size is not None and not _is(int, size):
         raise ValueError(
-            f"workload.batch_size: {data['batch_size']!r} is neither a number nor auto"
+            f"workload.batch_size: {size!r} must be a whole number or auto{_hint(size)}"
         )
     path = data.get("path")
     if data.get("task") is not None and path is None:
@@ -179,13 +181,15 @@ def checked(root: str, cls: type[Any], data: Mapping[str, object]) -> dict[str, 
 def typed(name: str, kind: Any, value: object) -> Any:
     """``value`` if it is of ``kind``; ``ValueError`` naming it."""
     if not _is(kind, value):
-        hint = " (write it without an exponent)" if _whole(value) and kind is not str else ""
+        hint = _hint(value) if kind is not str else ""
         raise ValueError(f"{name}: {value!r} must be {_said(kind)}{hint}")
     return value
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer()
+def _hint(value: object) -> str:
+    """What to say of a whole number that was written as 1e3."""
+    whole = isinstance(value, float) and value.is_integer()
+    return " (write it without an exponent)" if whole else ""
 
 
 def _is(kind: Any, value: object) -> bool:
@@ -248,7 +252,20 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, HydraException | OmegaConfBaseException):
         details = [str(cause) for cause in causes if cause is not None]
         return " ".join(" ".join(details).split())
+    if isinstance(error, yaml.YAMLError):
+        return " ".join(str(error).split())  # it names file, line and column
+    if isinstance(error, OSError):
+        return _os_error(error)
     return str(error) if isinstance(error, ValueError) else None
+
+
+def _os_error(error: OSError) -> str:
+    """``FILE: what is wrong``, where the error knows its file."""
+    if error.filename is None:
+        return error.strerror or str(error) or type(error).__name__
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{error.filename}: must be a folder, a file is in the way"
+    return f"{error.filename}: {error.strerror}"
 
 
 def _unknown_option(error: MissingConfigException) -> str:

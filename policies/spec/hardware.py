@@ -14,6 +14,7 @@ from typing import Literal
 from policies.spec.curve import Curve, Grid
 
 ProvenanceKind = Literal["datasheet", "measured", "imported", "derived", "guess"]
+LEAST_PER_S, MOST_S = 1.0, 1e6  # a rate, a latency: what no machine undercuts or exceeds
 PROVENANCE_KINDS = ("datasheet", "measured", "imported", "derived", "guess")
 
 
@@ -132,6 +133,7 @@ class HardwareProfile:
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"hardware.{name}: {getattr(self, name)} must be >= 0")
+        self._refuse_endless()
         if not 0.5 <= self.duplex <= 1.0:
             raise ValueError(
                 f"hardware.duplex: {self.duplex} must be in [0.5, 1]: 1 is full duplex, below 0.5 "
@@ -146,6 +148,22 @@ class HardwareProfile:
         missing = [f.name for f in fields(self) if f.name not in _UNSOURCED | set(self.provenance)]
         if self.provenance and missing:
             raise ValueError(f"hardware.provenance: no entry for {', '.join(missing)}")
+
+    def _refuse_endless(self) -> None:
+        """Refuse rates and latencies of which the seconds of a run are beyond all numbers."""
+        values = [(name, getattr(self, name)) for name in self.__slots__]
+        links = [(name, value) for name, value in values if isinstance(value, Link)]
+        rates = [(name, value) for name, value in values if name.endswith("_per_s")]
+        rates += [(f"{name}.bytes_per_s", link.bytes_per_s) for name, link in links]
+        rates += [(f"{n}.y", min(curve.y)) for n, curve in values if isinstance(curve, Curve)]
+        rates += [(f"{n}.z", min(map(min, g.z))) for n, g in values if isinstance(g, Grid)]
+        for name, value in rates:
+            if not value >= LEAST_PER_S:
+                raise ValueError(f"hardware.{name}: {value} must be >= {LEAST_PER_S:g} a second")
+        delays = [(f"{name}.latency_s", link.latency_s) for name, link in links]
+        for name, value in [*delays, ("launch_s", self.launch_s), ("sync_s", self.sync_s)]:
+            if not value <= MOST_S:
+                raise ValueError(f"hardware.{name}: {value} must be <= {MOST_S:g} seconds")
 
     def usable_bytes(self, tier: str) -> float:
         """Capacity of ``gpu``, ``host`` or ``disk`` less its reserve."""

@@ -79,8 +79,10 @@ class ModelSpec:
             if self.d_expert < 1:
                 raise ValueError(f"model.d_expert: {self.d_expert} must be positive with experts")
         if not 0 <= self.n_dense_layers <= self.n_layers:
+            change = f"lower it, or raise model.n_layers to {self.n_dense_layers} or more"
             raise ValueError(
-                f"model.n_dense_layers: {self.n_dense_layers} must be in 0..{self.n_layers}"
+                f"model.n_dense_layers: {self.n_dense_layers} must be in 0..{self.n_layers}, the "
+                f"number of layers; {change if self.n_dense_layers > 0 else 'raise it'}"
             )
         if self.kv_latent_dim and not (self.rope_dim and self.nope_dim and self.v_head_dim):
             raise ValueError("model.kv_latent_dim: MLA needs rope_dim, nope_dim and v_head_dim")

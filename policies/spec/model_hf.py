@@ -98,7 +98,7 @@ _BYTES_OF_DTYPE = {
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """Checked reading of one config.json; every method raises ``ValueError`` naming the field."""
+    """Checked reading of one configuration; every method raises ``ValueError`` naming the field."""
 
     raw: Mapping[str, object]
     family: str
@@ -109,7 +109,7 @@ class _Config:
         if self.raw.get(field) is not None:
             return self.raw[field]
         if field not in absent and field not in self.raw:
-            raise ValueError(f"config.json: missing field '{field}'")
+            raise ValueError(f"missing field '{field}'")
         meaning = absent.get(field)
         if meaning is _Derived.PER_HEAD:
             return self.per_head()
@@ -122,7 +122,7 @@ class _Config:
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         if hidden % heads:
             raise ValueError(
-                f"config.json: hidden_size is {hidden}, must be a multiple of "
+                f"hidden_size is {hidden}, must be a multiple of "
                 f"num_attention_heads {heads} where head_dim is not given"
             )
         return hidden // heads
@@ -131,14 +131,14 @@ class _Config:
         """An integer of at least ``least``."""
         value = self.value(field)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"config.json: {field} is {value!r}, must be an integer >= {least}")
+            raise ValueError(f"{field} is {value!r}, must be an integer >= {least}")
         return value
 
     def flag(self, field: str) -> bool:
         """True or false."""
         value = self.value(field)
         if not isinstance(value, bool):
-            raise ValueError(f"config.json: {field} is {value!r}, must be true or false")
+            raise ValueError(f"{field} is {value!r}, must be true or false")
         return value
 
     def only(self, field: str, *allowed: object) -> None:
@@ -147,8 +147,7 @@ class _Config:
         if not any(value == a and type(value) is type(a) for a in allowed):
             names = " or ".join(json.dumps(a) for a in allowed)
             raise ValueError(
-                f"config.json: {field} is {value!r}, which the model spec cannot represent; "
-                f"allowed: {names}"
+                f"{field} is {value!r}, which the model spec cannot represent; allowed: {names}"
             )
 
 
@@ -157,7 +156,7 @@ def model_from_hf(config: Mapping[str, object], name: str) -> ModelSpec:
 
     ``kv_bytes_per_elem`` is the width of ``torch_dtype``: transformers caches K and V in the dtype
     in which it computes, also where the weights are FP8. ``ValueError`` names the field that is
-    missing, malformed or not representable.
+    missing, malformed or not representable; the file is named by who read it.
     """
     family = _family(config)
     read = _Config(config, family)
@@ -192,11 +191,10 @@ def load_hf_config(path: str) -> ModelSpec:
         raise ValueError(f"{file}: is not valid JSON ({error})") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file}: holds a {type(config).__name__}, must hold one JSON object")
-    folder = file.resolve().parent
     try:
-        return model_from_hf(config, folder.name)
+        return model_from_hf(config, file.resolve().parent.name)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
 
 
 # ---- what all families share --------------------------------------------------------------------
@@ -206,22 +204,21 @@ def _family(config: Mapping[str, object]) -> str:
     """Family by ``architectures``, else by ``model_type``; both must agree where both are given."""
     architectures, model_type = config.get("architectures"), config.get("model_type")
     if architectures is None and model_type is None:
-        raise ValueError("config.json: missing field 'architectures' (or 'model_type')")
+        raise ValueError("missing field 'architectures' (or 'model_type')")
     if architectures is None:
         if not isinstance(model_type, str) or model_type not in _WHEN_ABSENT:
             known = ", ".join(_WHEN_ABSENT)
-            raise ValueError(f"config.json: unknown model_type {model_type!r}, known: {known}")
+            raise ValueError(f"unknown model_type {model_type!r}, known: {known}")
         return model_type
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise ValueError(f"config.json: architectures is {architectures!r}, must be a list of one")
+        raise ValueError(f"architectures is {architectures!r}, must be a list of one")
     family = _FAMILY_OF_ARCHITECTURE.get(str(architectures[0]))
     if family is None:
         known = ", ".join(_FAMILY_OF_ARCHITECTURE)
-        raise ValueError(f"config.json: unknown architecture {architectures[0]!r}, known: {known}")
+        raise ValueError(f"unknown architecture {architectures[0]!r}, known: {known}")
     if model_type not in (None, family):
         raise ValueError(
-            f"config.json: model_type is {model_type!r}, but architecture {architectures[0]!r} "
-            f"needs {family!r}"
+            f"model_type is {model_type!r}, but architecture {architectures[0]!r} needs {family!r}"
         )
     return family
 
@@ -230,13 +227,13 @@ def _dtype_bytes(config: Mapping[str, object]) -> float:
     """Bytes per element of ``torch_dtype`` (``dtype`` in newer files)."""
     given = {field: config[field] for field in ("torch_dtype", "dtype") if config.get(field)}
     if not given:
-        raise ValueError("config.json: missing field 'torch_dtype' (or 'dtype')")
+        raise ValueError("missing field 'torch_dtype' (or 'dtype')")
     if len(set(map(str, given.values()))) > 1:
-        raise ValueError(f"config.json: torch_dtype and dtype differ: {given}")
+        raise ValueError(f"torch_dtype and dtype differ: {given}")
     field, value = next(iter(given.items()))
     if not isinstance(value, str) or value not in _BYTES_OF_DTYPE:
         known = ", ".join(_BYTES_OF_DTYPE)
-        raise ValueError(f"config.json: {field} is {value!r}, allowed: {known}")
+        raise ValueError(f"{field} is {value!r}, allowed: {known}")
     return _BYTES_OF_DTYPE[value]
 
 
@@ -248,7 +245,7 @@ def _is_fp8(config: Mapping[str, object]) -> bool:
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if method != "fp8":
         raise ValueError(
-            f"config.json: quantization_config.quant_method is {method!r}, allowed: 'fp8' "
+            f"quantization_config.quant_method is {method!r}, allowed: 'fp8' "
             "(or no quantization_config)"
         )
     return True
@@ -260,9 +257,7 @@ def _refuse_mixed_attention(config: Mapping[str, object]) -> None:
     if types is not None and (
         not isinstance(types, list) or any(t != "full_attention" for t in types)
     ):
-        raise ValueError(
-            f"config.json: layer_types is {types!r}, only 'full_attention' can be represented"
-        )
+        raise ValueError(f"layer_types is {types!r}, only 'full_attention' can be represented")
 
 
 # ---- one function a family ----------------------------------------------------------------------
@@ -275,7 +270,7 @@ def _refuse_window(read: _Config) -> None:
     window, longest = read.size("sliding_window"), read.size("max_position_embeddings")
     if window < longest:
         raise ValueError(
-            f"config.json: sliding_window is {window} (absent, it means what the family's config "
+            f"sliding_window is {window} (absent, it means what the family's config "
             f"class says), allowed: null or at least max_position_embeddings {longest}"
         )
 

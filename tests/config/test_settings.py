@@ -1,14 +1,24 @@
 import copy
 import json
+import math
 
 import pytest
+import yaml
 from composed import composed
 from hydra.errors import HydraException
+from rich.console import Console
 
+from policies.errors import OutOfMemory
+from sim.__main__ import _break_even
+from sim.files import write_row
+from sim.report import break_even_lines, parameters
+from sim.run import simulate
 from sim.settings import build, explain
 
 BASE = composed("model=tiny", "workload=fixed")
 TRACE = composed("model=tiny", "workload=narrativeqa")
+DEEPSEEK = composed("model=deepseek-v3", "workload=fixed")
+N_GEMM = len(BASE["hardware"]["gemm"]["x"])
 FLEXGEN = composed("model=tiny", "workload=fixed", "policy=flexgen")
 
 
@@ -37,6 +47,18 @@ def changed(base: dict, **values: object) -> dict:
         (changed(BASE, model__gated_ffn=1), ["model.gated_ffn: 1", "true or false"]),
         (changed(BASE, model__from_hf="/nope/x.json"), ["/nope/x.json: cannot be read"]),
         (changed(BASE, hardware__gpu_bytes=-1), ["hardware.gpu_bytes: -1", "positive"]),
+        (
+            changed(BASE, hardware__h2d__bytes_per_s=1e-300),
+            ["hardware.h2d.bytes_per_s: 1e-300", ">= 1 a second"],
+        ),
+        (changed(BASE, hardware__gemm__y=[1e-300] * N_GEMM), ["hardware.gemm.y: 1e-300"]),
+        (changed(BASE, hardware__hbm_bytes_per_s=1e-9), ["hardware.hbm_bytes_per_s: 1e-09"]),
+        (changed(BASE, hardware__d2h__latency_s=1e300), ["hardware.d2h.latency_s: 1e+300", "<="]),
+        (changed(BASE, belief={"sync_s": 1e300}), ["belief.sync_s: 1e+300", "seconds"]),
+        (
+            changed(DEEPSEEK, model__n_layers=2),
+            ["model.n_dense_layers: 3", "lower it, or raise model.n_layers to 3 or more"],
+        ),
         (changed(BASE, hardware__h2d__rate=1), ["hardware.h2d.rate: unknown key"]),
         (changed(BASE, hardware="rtx"), ["hardware: 'rtx'", "mapping"]),
         (changed(BASE, belief={"h2d": {"bytesper_s": 1}}), ["belief.h2d.bytesper_s: unknown"]),
@@ -47,6 +69,7 @@ def changed(base: dict, **values: object) -> dict:
         (changed(BASE, workload__prompt_len=1e3), ["workload.prompt_len: 1000.0", "exponent"]),
         (changed(BASE, workload__batch_size=0), ["workload.batch_size: 0", "auto"]),
         (changed(BASE, workload__batch_size="big"), ["workload.batch_size: 'big'", "auto"]),
+        (changed(BASE, workload__batch_size=1e6), ["1000000.0", "or auto", "without an exponent"]),
         (changed(BASE, workload__source="mars"), ["workload.source: 'mars'", "sharegpt"]),
         (changed(TRACE, workload__limit=0), ["workload.limit: 0", "null"]),
         (changed(TRACE, workload__limit="all"), ["workload.limit: 'all'", "whole number or null"]),
@@ -100,6 +123,67 @@ def test_what_hydra_refuses_is_one_line_without_its_advice(override, parts):
     assert all(part in message for part in parts), message
     assert "\n" not in message
     assert "hydra.cc" not in message
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(13, "Permission denied", "/x/out"), "/x/out: Permission denied"),
+        (NotADirectoryError(20, "Not a directory", "a/b"), "a/b: must be a folder, a file is in"),
+        (OSError("no more of it"), "no more of it"),
+        (BrokenPipeError(32, "Broken pipe"), "Broken pipe"),
+        (yaml.YAMLError("bad\n  indent"), "bad indent"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(error, message):
+    assert explain(error).startswith(message)
+
+
+def test_activations_left_to_the_disk_are_refused_by_the_name_of_the_setting():
+    spec = build(changed(FLEXGEN, policy__percent=[0, 0, 0, 0, 30, 50]))
+    with pytest.raises(ValueError, match=r"^policy\.percent: .* leaves 20 % of the activations"):
+        simulate(spec)
+
+
+def test_a_row_that_is_not_finite_names_its_numbers(tmp_path):
+    row = {"ttft_s": math.inf, "tpot_s": 1.0, "energy_j": math.nan, "reason": ""}
+    with pytest.raises(ValueError, match=r"not finite: ttft_s \(inf\), energy_j \(nan\);"):
+        write_row(tmp_path, row, {}, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("need", "have", "text"),
+    [
+        (30_000_000_000, 24_000_000_000, "need 30.00 GB, have 24.00 GB"),
+        (24_001_000_000, 24_000_000_000, "need 24001.00 MB, have 24000.00 MB"),
+        (2_500, 0, "need 2.50 KB, have 0.00 KB"),
+        (1_000_000_007, 1_000_000_000, "need 1000000007 B, have 1000000000 B"),
+    ],
+)
+def test_a_memory_shortage_is_visible_in_its_unit(need, have, text):
+    assert str(OutOfMemory("gpu", need, have, "x")) == f"gpu memory: {text} (largest: x)"
+
+
+@pytest.mark.parametrize(
+    ("n", "text"), [(8_030_000_000, "8.0 B"), (125_239_296, "125.2 M"), (33_400, "33.4 K")]
+)
+def test_parameters_have_a_unit_that_fits(n, text):
+    assert parameters(n) == text
+
+
+def test_what_is_on_the_gpu_already_is_not_advised():
+    texts = []
+    for placement in ("host", "auto"):
+        config = changed(BASE, policy__placement=placement, workload__batch_size=1)
+        found = _break_even(build(config))
+        console = Console(width=400)
+        with console.capture() as capture:
+            console.print(break_even_lines(found))
+        texts.append(capture.get())
+    assert "policy.placement=auto keeps the weights of all layers there" in texts[0]
+    assert "policy.placement" not in texts[1]
+    assert "the weights of all layers are there already" in texts[1]
 
 
 def test_a_defect_of_the_program_is_not_explained_away():

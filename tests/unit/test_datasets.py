@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import sim.json_list
+import sim.sessions
 from sim.columns import write_atomically
 from sim.datasets import convert, load_tokenizer, main
 from sim.json_list import json_list
@@ -94,7 +95,7 @@ def test_sharegpt(tmp_path: Path, tokenizer: Path, name: str, capsys) -> None:
         ('[{"conversations": 5}]', "key 'conversations': is a int, must be a list"),
         ('[{"conversations": [{"from": "gpt"}]}]', "conversations: key 'value' is missing"),
         ('[{"conversations": [{"from": "gpt", "value": null}]}]', "key 'value': is a NoneType"),
-        ("[]", "no usable request"),
+        ("[]", "raw.json: no usable request"),
         ('{"a": 1}', r"byte 0: must start with '\['"),
         ("", r"byte 0: must start with '\['"),
     ],
@@ -105,6 +106,21 @@ def test_malformed_sharegpt(tmp_path, tokenizer, record, message) -> None:
     with pytest.raises(ValueError, match=message):
         convert("sharegpt", raw, tokenizer, out)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["raw.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("command", [(), ("convert",), ("describe",)])
+def test_help_lists_the_columns_of_a_trace_and_their_units(capsys, command) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    lines = {words_[0]: words_[1] for line in text.splitlines() if len(words_ := line.split()) > 1}
+    read = ("prompt_tokens", "response_tokens", *sim.sessions._OPTIONAL)
+    units = {name: lines[name] for name in (*read, "task", "hash_ids")}
+    assert {unit for name, unit in units.items() if "_tokens" in name} == {"tokens"}
+    assert units["arrival_ms"] == "ms"
+    for name in ("turn_index", "question_index", "parent_request_id", "shared_blocks"):
+        assert name in text
 
 
 # ---- streaming JSON -----------------------------------------------------------------------

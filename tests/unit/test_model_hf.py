@@ -279,7 +279,7 @@ def test_mistral_without_window_field_has_a_window():
     + [(DEEPSEEK_V3, f) for f in ("kv_lora_rank", "v_head_dim", "max_position_embeddings")],
 )
 def test_missing_size_is_refused_by_name(base, field):
-    with pytest.raises(ValueError, match=rf"^config\.json: missing field '{field}'$"):
+    with pytest.raises(ValueError, match=rf"^missing field '{field}'$"):
         model_from_hf(changed(base, **{field: ABSENT}), "x")
 
 
@@ -379,3 +379,11 @@ def test_bad_files_are_value_errors_that_name_the_path(tmp_path, content, messag
     with pytest.raises(ValueError, match=message) as error:
         load_hf_config(str(tmp_path))
     assert str(tmp_path) in str(error.value)
+
+
+def test_messages_name_the_file_that_was_read(tmp_path):
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(LLAMA | {"hidden_size": "8192"}))
+    with pytest.raises(ValueError) as error:
+        load_hf_config(str(path))
+    assert str(error.value) == f"{path}: hidden_size is '8192', must be an integer >= 1"
