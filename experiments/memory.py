@@ -72,11 +72,33 @@ def cases(results: pd.DataFrame, folder: Path) -> list[Case]:
     return found
 
 
+def table(results: pd.DataFrame, folder: Path) -> pd.DataFrame:
+    """The published cases, a row each, in GiB; ``booked_gib`` is NaN where the run did not fit.
+
+    ``ValueError`` if none of the six is among the runs.
+    """
+    return pd.DataFrame(
+        {
+            "model": case.run["model"],
+            "batch_size": int(case.run["batch_size"]),
+            "prompt_len": int(case.run["prompt_len"]),
+            "paper_prints": case.printed,
+            "formula_whole_gib": case.paper.whole_gib,
+            **{
+                field.replace("bytes", "gib"): getattr(case.paper, field) / GIB
+                for field, _ in _PARTS.values()
+            },
+            "formula_gib": case.paper.total_bytes / GIB,
+            "exact_gib": case.exact.total_bytes / GIB,
+            "booked_gib": _booked_gib(case.run),
+        }
+        for case in _some(results, folder)
+    )
+
+
 def footprints(results: pd.DataFrame, folder: Path, path: Path) -> None:
     """Stacked bars of the paper's count and of the simulated peaks, and a table of both."""
-    known = cases(results, folder)
-    if not known:
-        raise ValueError("results: hold none of the six published cases")
+    known = _some(results, folder)
     title = "Memory of a generation job: TightLLM's six numbers"
     with style.panels(path, title, (2, 1), (9.5, 3.2)) as out:
         chart, lower = out.axes[0][0], out.axes[1][0]
@@ -88,6 +110,13 @@ def footprints(results: pd.DataFrame, folder: Path, path: Path) -> None:
             for tier, shade in _TIERS.items()
         ]
         style.legend_below(out.figure, handles, n_columns=3)
+
+
+def _some(results: pd.DataFrame, folder: Path) -> list[Case]:
+    known = cases(results, folder)
+    if not known:
+        raise ValueError("results: hold none of the six published cases")
+    return known
 
 
 def _bars(axes: Axes, known: list[Case]) -> None:
@@ -133,6 +162,12 @@ def _table(axes: Axes, known: list[Case]) -> None:
 
 
 def _peak(run: pd.Series) -> str:
+    booked = _booked_gib(run)
+    return str(run["status"]) if pd.isna(booked) else f"{booked:.1f}"
+
+
+def _booked_gib(run: pd.Series) -> float:
+    """Sum of the tiers' peaks, NaN unless all are known."""
     peaks = [run.get(f"peak_{tier}_bytes") for tier in _TIERS]
     known = [float(peak) for peak in peaks if peak is not None and pd.notna(peak)]
-    return f"{sum(known) / GIB:.1f}" if len(known) == len(_TIERS) else str(run["status"])
+    return sum(known) / GIB if len(known) == len(_TIERS) else float("nan")

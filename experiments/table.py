@@ -6,8 +6,8 @@ fit into memory reads ``oom gpu: need 91.2 GB, have 24.7 GB`` instead of empty c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -45,26 +45,27 @@ class _Column:
 _MEASURES = (
     _Column("prefill_tokens_per_s", "prefill\ntok/s", significant),
     _Column("decode_tokens_per_s", "decode\ntok/s", significant),
-    _Column("ttft_s", "TTFT\ns", significant, rank=2),
-    _Column("tpot_s", "TPOT\ns", significant, rank=3),
-    _Column("bottleneck", "waits\nmost on", _bottleneck),
-    _Column("bound_ratio", "x lower\nbound", lambda v: f"{v:.2f}", rank=4),
-    _Column("n_recompute_mean", "mean\nN_r", lambda v: f"{v:.0f}", rank=1),
-    _Column("solve_s", "solve\nms", lambda v: f"{1e3 * v:.0f}", rank=5),
+    _Column("ttft_s", "TTFT\ns", significant, rank=3),
+    _Column("tpot_s", "TPOT\ns", significant, rank=4),
+    _Column("bottleneck", "waits\nmost on", _bottleneck, rank=1),
+    _Column("bound_ratio", "x lower\nbound", lambda v: f"{v:.2f}", rank=5),
+    _Column("n_recompute_mean", "mean\nN_r", lambda v: f"{v:.0f}", rank=2),
+    _Column("solve_s", "solve\nms", lambda v: f"{1e3 * v:.0f}", rank=6),
+    _Column("makespan_s", "makespan\ns", significant, rank=7),
     # serving
     _Column("scheduled_tokens_mean", "new tok\n/iter", significant),
-    _Column("ttft_mean_s", "TTFT\nmean s", significant, rank=2),
+    _Column("ttft_mean_s", "TTFT\nmean s", significant, rank=3),
     _Column("ttft_p99_s", "TTFT\np99 s", significant),
-    _Column("tpot_mean_s", "TPOT\nmean s", significant, rank=3),
+    _Column("tpot_mean_s", "TPOT\nmean s", significant, rank=4),
     _Column("requests_per_s", "req/s", significant),
-    _Column("transfer_overhead", "POH", significant, rank=1),
-    _Column("power_mean_watts", "W\n/GPU", lambda v: f"{v:.0f}", rank=4),
+    _Column("transfer_overhead", "POH", significant, rank=2),
+    _Column("power_mean_watts", "W\n/GPU", lambda v: f"{v:.0f}", rank=5),
     # the kappa analysis
     _Column("kappa_crit", "kappa_crit\nformula", significant),
     _Column("kappa_crit_simulated", "simu-\nlated", significant),
-    _Column("kappa_crit_peak", "peak\nFP16", significant, rank=1),
+    _Column("kappa_crit_peak", "peak\nFP16", significant, rank=2),
     _Column("kappa_crit_paper", "paper", significant),
-    _Column("recompute_gain_bound", "recompute\ngains <=", lambda v: f"{v:.1%}", rank=2),
+    _Column("recompute_gain_bound", "recompute\ngains <=", lambda v: f"{v:.1%}", rank=3),
 )
 
 
@@ -105,13 +106,19 @@ def _gigabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{significant(nbytes / 1e9)} GB"
 
 
-def comparison(results: pd.DataFrame, title: str, width: int) -> Table:
+def comparison(results: pd.DataFrame, title: str, width: int, always: Sequence[str] = ()) -> Table:
     """A rich table of a sweep for a terminal of ``width`` characters.
 
-    Measures that do not fit beside what was swept are left out; ``results.csv`` has them all.
+    Measures that do not fit beside what was swept are left out, except those named in ``always``;
+    ``results.csv`` has them all. ``ValueError`` for a name in ``always`` that is no measure.
     """
+    unknown = set(always) - {column.name for column in _MEASURES}
+    if unknown:
+        known = ", ".join(column.name for column in _MEASURES)
+        raise ValueError(f"columns: {', '.join(sorted(unknown))} must be among {known}")
     # A mode's runs have none of the other modes' measures.
     measures = [c for c in _MEASURES if c.name in results and results[c.name].notna().any()]
+    measures = [replace(c, rank=0) if c.name in always else c for c in measures]
     console = Console(width=10 * width)
     while True:
         table = _table(results, title, measures)
@@ -120,6 +127,18 @@ def comparison(results: pd.DataFrame, title: str, width: int) -> Table:
         if needed <= width or not least:
             return table
         measures = [column for column in measures if column.rank != least]
+
+
+def listing(frame: pd.DataFrame, title: str) -> Table:
+    """A rich table of every cell of ``frame``; numbers with a fraction to five digits."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    for name in frame:
+        right = pd.api.types.is_numeric_dtype(frame[name])
+        table.add_column(str(name).replace("_", "\n"), justify="right" if right else "left")
+    for row in frame.itertuples(index=False):
+        table.add_row(*(f"{v:,.5g}" if isinstance(v, float) and pd.notna(v) else _cell(v)
+                        for v in row))  # fmt: skip
+    return table
 
 
 def _table(results: pd.DataFrame, title: str, measures: list[_Column]) -> Table:

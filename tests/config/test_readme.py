@@ -1,4 +1,4 @@
-"""The README's promises: its commands run, from a wheel and from another folder."""
+"""The README's promises: its commands run, from a wheel, and print what it shows."""
 
 import os
 import re
@@ -6,23 +6,49 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 FENCED = re.compile(r"^```\n(.*?)^```$", re.M | re.S)
+COMMAND = re.compile(r"(?:pip install -e \. && )?(python -m .*)")
 
 
 def commands() -> list[str]:
     """Every ``python -m`` command line of the README's fenced blocks, once."""
     found = []
-    for block in FENCED.findall((ROOT / "README.md").read_text(encoding="utf-8")):
-        for line in block.splitlines():
-            match = re.match(r"(?:pip install -e \. && )?(python -m .*)", line)
-            if match and match[1] not in found:
-                found.append(match[1])
+    for block in blocks():
+        found += [command for command in _commands(block) if command not in found]
     return found
+
+
+def blocks() -> list[str]:
+    return FENCED.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def _commands(block: str) -> list[str]:
+    return [match[1] for line in block.splitlines() if (match := COMMAND.match(line))]
+
+
+def samples() -> dict[str, str]:
+    """Output blocks by the command that they follow, the first of the block before."""
+    found = {}
+    for before, block in pairwise(blocks()):
+        if _commands(before) and not _commands(block):
+            found[_commands(before)[0]] = block
+    return found
+
+
+def missing(sample: str, printed: str) -> list[str]:
+    """Lines of ``sample`` that are in no line of ``printed``, whitespace aside.
+
+    The solver's line is not looked for: it is a time of the machine that ran it.
+    """
+    lines = ["".join(line.split()) for line in printed.splitlines()]
+    shown = [line for line in sample.splitlines() if line.split()[:1] not in ([], ["solver"])]
+    return [line for line in shown if not any("".join(line.split()) in seen for seen in lines)]
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +79,15 @@ def test_readme_has_the_commands_of_the_issue():
     assert len(commands()) >= 5
 
 
+def test_readme_shows_the_output_of_two_commands():
+    assert list(samples()) == ["python -m sim +experiment=ablation", "python -m sim"]
+    for sample in samples().values():
+        assert len(sample.splitlines()) > 8
+        assert not missing(sample, sample.replace(" ", "  "))
+        digit = re.search(r"\d+\.\d\d", sample)[0]
+        assert missing(sample, sample.replace(digit, "9.99"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_command_runs_from_a_wheel(command, installed, tmp_path):
@@ -61,6 +96,7 @@ def test_command_runs_from_a_wheel(command, installed, tmp_path):
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    assert not missing(samples().get(command, ""), done.stdout)
     written = [*tmp_path.glob("outputs/**/result.json"), *tmp_path.glob("multirun/**/results.csv")]
     assert written, done.stdout
     where = subprocess.run(

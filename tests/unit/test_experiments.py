@@ -1,6 +1,7 @@
 """Sweeps: results of every kind of run become rows, a table and figures; every experiment runs."""
 
 import io
+import math
 import warnings
 from dataclasses import replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from experiments import ablation, attribution, memory, policies, style, throughput, timeline
-from experiments.callback import Aggregate, draw_figure
+from experiments.callback import Aggregate, draw_figure, find
 from experiments.load import load_sweep, run_config, write_results
 from experiments.table import comparison, significant, status_text, swept_columns
 from policies.trace.jsonl import read_jsonl
@@ -28,8 +29,8 @@ from sim.settings import build
 
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = (
-    "ablation", "attribution", "decode-length", "memory", "motivation-175b", "policies",
-    "prefill-length", "tasks", "timeline",
+    "ablation", "ablation-grid", "attribution", "decode-length", "memory", "motivation-175b",
+    "policies", "prefill-length", "tasks", "timeline",
 )  # fmt: skip
 STEPS = sorted(path.stem for path in (CONF / "step").glob("*.yaml"))
 
@@ -149,6 +150,21 @@ class TestTable:
         for word in ("accelerate", "flexgen", "tightllm", "oom gpu:", "failed:", "model tiny"):
             assert word in text
 
+    def test_makespan_is_dropped_first_unless_asked_for(self):
+        results = frame(policy=BASELINES, workload=["fixed", "finqa"])
+
+        def shown(width: int, *always: str) -> list[str]:
+            return [str(c.header) for c in comparison(results, "title", width, always).columns]
+
+        wide = shown(300)
+        assert "makespan\ns" in wide
+        needed = next(w for w in range(300, 0, -1) if shown(w) != wide)
+        assert shown(needed) == [name for name in wide if name != "makespan\ns"]
+        assert "makespan\ns" in shown(60, "makespan_s")
+        assert "makespan\ns" not in shown(60)
+        with pytest.raises(ValueError, match="columns: makespan must be among"):
+            shown(60, "makespan")
+
     def test_out_of_memory_reads_as_need_and_have(self):
         row = pd.Series({"status": "oom", "oom_tier": "gpu", "need_bytes": 91.2e9,
                          "have_bytes": 24.7e9})  # fmt: skip
@@ -185,6 +201,20 @@ class TestCallback:
         assert len(pd.read_csv(sweep / "results.csv")) == 8
         assert (sweep / "throughput_both.png").stat().st_size > 1_000
 
+    def test_tables_are_printed_and_written_and_survive_a_wrong_name(
+        self, sweep, monkeypatch, capsys
+    ):
+        made = pd.DataFrame({"some_name": ["one"], "n_gib": [61], "gib": [60.994]})
+        monkeypatch.setattr(memory, "table", lambda results, _: made if len(results) == 8 else None)
+        Aggregate([], {"mine": "memory.table", "none": "memory.nothing"}).on_multirun_end(
+            self.config(sweep)
+        )
+        out = " ".join(capsys.readouterr().out.split())
+        assert "one 61 60.994" in out
+        assert "table none was not made: ValueError: tables: 'memory.nothing'" in out
+        pd.testing.assert_frame_equal(pd.read_csv(sweep / "mine.csv"), made)
+        assert not (sweep / "none.csv").exists()
+
 
 def frame(**columns) -> pd.DataFrame:
     """A row a combination of the listed values, with plausible results."""
@@ -203,6 +233,8 @@ BASELINES = ["accelerate", "flexgen", "tightllm"]
 FRAMES = {
     "ablation.throughput": frame(policy=VARIANTS, hardware=["a800", "t4"], prompt_len=[512, 8192]),
     "ablation.loss": frame(policy=VARIANTS, hardware=["a800", "t4"], prompt_len=[512, 8192]),
+    "ablation_grid.decode": frame(model=["opt-13b", "x"], policy=VARIANTS, prompt_len=[512, 8192]),
+    "ablation_grid.prefill": frame(hardware=["a800", "t4"], policy=VARIANTS, prompt_len=[1, 700]),
     "policies.speedup": frame(policy=BASELINES, model=["opt-13b", "x"], prompt_len=[512, 2048]),
     "throughput.both": frame(policy=BASELINES, model=["opt-13b", "x"], prompt_len=[512, 2048]),
     "throughput.decode": frame(policy=[*BASELINES, "mine"], workload=["fixed", "finqa"]),
@@ -296,6 +328,12 @@ class TestFigures:
         write_row(tmp_path / "0", record.as_row(), config, {})
         (case,) = memory.cases(load_sweep(tmp_path), tmp_path)
         assert case.printed == case.paper.whole_gib == 225
+        (row,) = memory.table(load_sweep(tmp_path), tmp_path).to_dict("records")
+        assert (row["paper_prints"], row["formula_whole_gib"]) == (225, 225)
+        assert [round(row[f"{name}_gib"], 3) for name in ("weight", "kv", "hidden", "formula")] == [
+            55.803, 168.0, 1.75, 225.553
+        ]  # fmt: skip
+        assert math.isnan(row["booked_gib"])  # the disk's peak is not known
         memory.footprints(load_sweep(tmp_path), tmp_path, tmp_path / "memory.png")
         assert (tmp_path / "memory.png").exists()
 
@@ -326,6 +364,8 @@ class TestExperiments:
         hydra = composed(f"+experiment={name}", with_hydra=True).hydra
         assert hydra.mode.name == "MULTIRUN"
         assert hydra.callbacks.aggregate.figures
+        for source in hydra.callbacks.aggregate.get("tables", {}).values():
+            assert callable(find("tables", source))
         for key, values in grid(name).items():
             group = CONF / key.lstrip("+")
             if group.is_dir():

@@ -146,9 +146,6 @@ class TestAdvice:
         ranked = {r.tried.candidate.name: r.value for r in found.ranking}
         assert ranked.keys() == by_policy.keys()
         assert all(ranked[name] >= by_policy[name] * (1 - 1e-12) for name in ranked)
-        between = [r.tried.candidate.batch_size not in (1, 2, 4, 8, 16) for r in found.ranking]
-        far = [r.value < 0.5 * found.ranking[0].value for r in found.ranking]
-        assert not any(b and f for b, f in zip(between, far, strict=True))
         held = [r.value for r in found.ranking]
         assert held == sorted(held, reverse=True)
         assert found.n_simulated < found.n_candidates
