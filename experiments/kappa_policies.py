@@ -20,43 +20,50 @@ ADMISSIONS = {"fifo": "#999999", "vram-aware": "#E69F00", "utilisation-aware": "
 
 
 def prefixes(results: pd.DataFrame, folder: Path, path: Path) -> None:  # noqa: ARG001
-    """Requests per second of each prefix policy under fifo."""
+    """Requests per second of each prefix policy under fifo, a panel a machine."""
     style.require(results, "prefix", "admission", "hardware", "workload", "requests_per_s")
     rows = style.ok(results)
     first = rows["admission"].iloc[0]
     rows = rows[rows["admission"] == first]
-    _bars(rows, path, "prefix", PREFIXES, "requests_per_s", f"requests/s with {first}", "load-all")
+    panels = {
+        str(machine): (rows[rows["hardware"] == machine], "requests_per_s")
+        for machine in rows["hardware"].unique()
+    }
+    title = f"{rows['model'].iloc[0]}: requests/s with {first}"
+    _bars(panels, path, title, "prefix", PREFIXES, "load-all")
 
 
 def admissions(results: pd.DataFrame, folder: Path, path: Path) -> None:  # noqa: ARG001
-    """New tokens an iteration of each admission policy when everything is loaded."""
-    style.require(results, "prefix", "admission", "hardware", "workload", "scheduled_tokens_mean")
+    """New tokens an iteration of each admission policy: over the first half, and over all."""
+    columns = {
+        "first half of the replay": "scheduled_tokens_first_half",
+        "whole replay": "scheduled_tokens_mean",
+    }
+    style.require(results, "prefix", "admission", "hardware", "workload", *columns.values())
     rows = style.ok(results)
-    first = rows["prefix"].iloc[0]
-    rows = rows[rows["prefix"] == first]
-    words = f"new tokens an iteration, first half, with {first}"
-    column = "scheduled_tokens_first_half"
-    _bars(rows, path, "admission", ADMISSIONS, column, words, "fifo")
+    prefix, machine = rows["prefix"].iloc[0], rows["hardware"].iloc[0]
+    rows = rows[(rows["prefix"] == prefix) & (rows["hardware"] == machine)]
+    panels = {words: (rows, column) for words, column in columns.items()}
+    title = f"{rows['model'].iloc[0]} on {machine}: new tokens an iteration, with {prefix}"
+    _bars(panels, path, title, "admission", ADMISSIONS, "fifo")
 
 
 def _bars(
-    rows: pd.DataFrame,
+    panels: dict[str, tuple[pd.DataFrame, str]],
     path: Path,
+    title: str,
     by: str,
     colours: dict[str, str],
-    column: str,
-    words: str,
     base: str,
 ) -> None:
-    machines = list(rows["hardware"].unique())
-    found = [name for name in colours if name in set(rows[by])]
-    title = f"{rows['model'].iloc[0]}: {words}"
-    with style.panels(path, title, (1, len(machines)), (5.0, 3.0)) as out:
-        for axes, machine in zip(out.axes[0], machines, strict=True):
-            table = rows[rows["hardware"] == machine].pivot_table(
-                index="workload", columns=by, values=column, sort=False
-            )
-            relative = table.div(table[base], axis=0) if base in table else table
+    present = {name for rows, _ in panels.values() for name in rows[by]}
+    if base not in present:
+        raise ValueError(f"{by}: no run of {base}, which the bars are relative to")
+    found = [name for name in colours if name in present]
+    with style.panels(path, title, (1, len(panels)), (5.0, 3.0)) as out:
+        for axes, (words, (rows, column)) in zip(out.axes[0], panels.items(), strict=True):
+            table = rows.pivot_table(index="workload", columns=by, values=column, sort=False)
+            relative = table.div(table[base], axis=0)
             width = 0.8 / len(found)
             for i, name in enumerate(found):
                 places = [p + (i - (len(found) - 1) / 2) * width for p in range(len(table))]
@@ -69,7 +76,7 @@ def _bars(
                 axes.yaxis.set_minor_formatter(lambda _v, _i: "")
             axes.set_xticks(range(len(table)), list(table.index))
             axes.grid(visible=False, axis="x")
-            axes.set_title(machine)
+            axes.set_title(words)
         out.axes[0][0].set_ylabel(f"relative to {base}")
         handles = [
             out.axes[0][0].bar([0], [float("nan")], color=colours[name], label=name)

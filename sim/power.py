@@ -77,11 +77,13 @@ class PowerModel:
         """
         n = max(1, int(np.ceil(end_s / self.window_s)))
         at = np.minimum((start_s / self.window_s).astype(np.int64), n - 1)
-        widths = np.full(n, self.window_s)
-        widths[-1] = max(end_s - (n - 1) * self.window_s, 1e-9)
+        # Windows without a start are idle and alike: a sparse replay has billions of them.
+        windows, index = np.unique(at, return_inverse=True)
+        last_s = max(end_s - (n - 1) * self.window_s, 1e-9)
+        widths = np.where(windows == n - 1, last_s, self.window_s)
 
         def share(seconds: Seconds) -> Seconds:
-            busy: Seconds = np.bincount(at, seconds, n) / widths
+            busy: Seconds = np.bincount(index, seconds, len(windows)) / widths
             return np.clip(busy, 0.0, 1.0)
 
         watts = [
@@ -90,7 +92,11 @@ class PowerModel:
                 share(busy_s).tolist(), share(flops_s).tolist(), share(copy_s).tolist(), strict=True
             )
         ]
-        return float(np.average(watts, weights=widths)), max(watts)
+        whole_s = (n - 1) * self.window_s + last_s
+        idle_s = max(0.0, whole_s - float(widths.sum())) if len(windows) < n else 0.0
+        idle_watts = self.watts(0.0, 0.0, 0.0)
+        joules = float(np.dot(watts, widths)) + idle_watts * idle_s
+        return joules / whole_s, max([*watts, idle_watts] if idle_s else watts)
 
 
 def capped(hardware: HardwareProfile, power: PowerModel) -> HardwareProfile:
