@@ -118,7 +118,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path, policy):
 
 
 def test_a_defect_in_a_sweep_is_a_row_and_a_traceback(tmp_path, monkeypatch, capsys):
-    def broken(spec):
+    def broken(spec, **_):
         raise RuntimeError("boom")
 
     monkeypatch.setattr("sim.sweep.simulate", broken)
