@@ -1,7 +1,7 @@
 """``python -m experiments.bench_workers [KEY=VALUE ...]``: a sweep on one worker and on two.
 
 The same sweep twice as a user starts it, ``hydra/launcher=joblib`` (extra [joblib]) with one worker
-and with two, into folders of their own. By default four jobs of twenty cells, a part of
+and with two, into folders of their own. By default nine jobs of twenty cells, half of
 ``+experiment=ablation-grid``. What readers get wrong: these are wall-clock seconds, start-up and
 tables included, and two workers cannot be twice as fast on a machine that does something else.
 """
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from experiments.load import load_sweep
 
-SWEEP = ("+experiment=ablation-grid", "model=opt-13b,opt-30b", "hardware=rtx3090,h200")
+SWEEP = ("+experiment=ablation-grid", "model=opt-13b,opt-30b,opt-66b")
 WORKERS = (1, 2)
 # Columns that depend on when and where a run took place, not on what it is.
 _OF_THE_RUN = ("solve_s", "solver")

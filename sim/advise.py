@@ -115,7 +115,8 @@ def advise(
                       clock.laps, reason)  # fmt: skip
     say(f"best of each policy found in {machine.n_simulated} simulations ({clock})")
     replays = [
-        Replay(cheaply(r.tried.candidate.spec(machine.base, machine.hardware))) for r in ranking
+        Replay(cheaply(r.tried.candidate.spec(machine.base, machine.hardware)), machine.known)
+        for r in ranking
     ]
     near = {r.tried.candidate.name: policies[r.tried.candidate.name] for r in ranking
             if r.value >= NEAR * ranking[0].value}  # fmt: skip

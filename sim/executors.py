@@ -19,6 +19,7 @@ from policies.trace.attribution import Category, attribute
 from policies.trace.metrics import lane_totals_s, metrics
 from policies.trace.span import Span
 from sim.engine import SimBackend
+from sim.program_cache import ProgramCache
 
 ENGINES = ("auto", "simpy", "fast")
 EVERY_STEP = 2**62
@@ -99,14 +100,17 @@ def fast_blocks(
     belief: CostModel,
     observe: Observer,
     keep: StepsToKeep,
+    known: ProgramCache | None = None,
 ) -> Iterator[BlockTimes]:
-    """Blocks by the compiled executor; ``UntraceableError`` where a policy cannot be traced."""
+    """Blocks by the compiled executor; ``UntraceableError`` where a policy cannot be traced.
+
+    ``known`` are templates of earlier runs, to use and to add to.
+    """
     # Here, not above: loading the compiler takes half a second that a SimPy run does not need.
     from sim.fast import run_program
-    from sim.program import Programs
 
     steps = KeptSteps(policy)
-    programs = Programs(policy, plant.model, plant.placement, plant)
+    programs = (known or ProgramCache()).programs(policy, plant, belief)
     for fence in drive(steps, blocks, belief, observe):
         program = programs.of_block(steps.taken, fence)
         steps.taken = []

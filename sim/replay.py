@@ -18,6 +18,7 @@ from policies.spec.hardware import HardwareProfile
 from sim.executors import KeptSteps
 from sim.job import make_job
 from sim.pack import Job
+from sim.program_cache import ProgramCache
 from sim.result import RunRecord
 from sim.run import RunSpec, simulate
 from sim.search import Objective
@@ -35,21 +36,17 @@ class Times:
 
 
 class Replay:
-    """The plan of ``spec``, which must fit its machine."""
+    """The plan of ``spec``, which must fit its machine; ``known`` are templates of other runs."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, known: ProgramCache | None = None) -> None:
         self.spec = spec
         self.job: Job = make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
         self.blocks = spec.policy.blocks(self.job.blocks)
         self.placement = spec.policy.place(spec.model, spec.hardware, self.blocks)
-        nominal = CostModel(spec.model, spec.hardware, self.placement)
         believed = spec.hardware if spec.belief is None else spec.belief
         belief = CostModel(spec.model, believed, self.placement)
         self._steps = self._decided(belief)
-        # Here, not above: loading the compiler takes half a second.
-        from sim.program import Programs
-
-        self._programs = Programs(spec.policy, spec.model, self.placement, nominal)
+        self._known = ProgramCache() if known is None else known
         self._compiled = spec.engine != "simpy"
 
     def placed_on(self, hardware: HardwareProfile) -> Placement:
@@ -82,19 +79,19 @@ class Replay:
     def _on(self, hardware: HardwareProfile, belief: HardwareProfile, anew: bool) -> Times:
         if self._compiled:
             try:
-                steps = self._steps
-                if anew:
-                    steps = self._decided(CostModel(self.spec.model, belief, self.placement))
-                return self._run(hardware, steps)
+                mind = CostModel(self.spec.model, belief, self.placement)
+                return self._run(hardware, mind, self._decided(mind) if anew else self._steps)
             except UntraceableError:
                 self._compiled = False
         return _of_record(simulate(replace(self.spec, hardware=hardware, belief=belief)).record)
 
-    def _run(self, hardware: HardwareProfile, decided: list[tuple[list[Step], Op]]) -> Times:
+    def _run(
+        self, hardware: HardwareProfile, belief: CostModel, decided: list[tuple[list[Step], Op]]
+    ) -> Times:
         from sim.fast import run_program
 
         plant = CostModel(self.spec.model, hardware, self.placement)
-        programs = self._programs.with_costs(plant)
+        programs = self._known.programs(self.spec.policy, plant, belief)
         prefill_s = decode_s = makespan_s = tpot_weight = 0.0
         tpot_seqs = 0
         for block, (steps, fence) in zip(self.blocks, decided, strict=True):

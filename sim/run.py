@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from policies.cost.model import CostModel
 from policies.drive import Policy
@@ -26,6 +27,7 @@ from sim.executors import ENGINES, EVERY_STEP, BlockTimes, fast_blocks, simpy_bl
 from sim.job import WorkloadSpec, make_job
 from sim.memory import Ledger
 from sim.pack import Job
+from sim.program_cache import ProgramCache
 from sim.result import RunRecord
 from sim.tracing import UntraceableError
 
@@ -116,11 +118,14 @@ class _Tally:
 
 
 def simulate(
-    spec: RunSpec, progress: Callable[[int, int], None] = lambda _done, _total: None
+    spec: RunSpec,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    known: ProgramCache | None = None,
 ) -> RunResult:
     """Run a job; infeasible work becomes a record. ``progress(blocks done, blocks)`` is called.
 
-    ``ValueError`` for settings or traces that are wrong rather than infeasible.
+    Runs that are alike are faster with the same ``known``, and not different. ``ValueError`` for
+    settings or traces that are wrong rather than infeasible.
     """
     base = RunRecord(
         policy=spec.policy.name,
@@ -152,7 +157,7 @@ def simulate(
             have_bytes=error.have_bytes,
         )
         return RunResult(record, job=job)
-    return _execute(spec, base, job, blocks, placement, peaks, progress)
+    return _execute(spec, base, job, blocks, placement, peaks, progress, known)
 
 
 def book(
@@ -184,17 +189,18 @@ def _execute(
     placement: Placement,
     peaks: dict[str, int],
     progress: Callable[[int, int], None],
+    known: ProgramCache | None,
 ) -> RunResult:
     plant = CostModel(spec.model, spec.hardware, placement)
     belief = plant if spec.belief is None else CostModel(spec.model, spec.belief, placement)
     engine = "simpy" if spec.engine == "simpy" else "fast"
     try:
-        tally, decided = _run_blocks(engine, spec, blocks, plant, belief, progress)
+        tally, decided = _run_blocks(engine, spec, blocks, plant, belief, progress, known)
     except UntraceableError:
         if spec.engine != "auto":
             raise
         engine = "simpy"
-        tally, decided = _run_blocks(engine, spec, blocks, plant, belief, progress)
+        tally, decided = _run_blocks(engine, spec, blocks, plant, belief, progress, known)
     spans, mode = _trace(tally)
     record = _amend(
         base,
@@ -217,9 +223,10 @@ def _run_blocks(
     plant: CostModel,
     belief: CostModel,
     progress: Callable[[int, int], None],
+    known: ProgramCache | None,
 ) -> tuple[_Tally, DecisionLog]:
     tally, decided = _Tally(spec.trace), DecisionLog(blocks)
-    run = fast_blocks if engine == "fast" else simpy_blocks
+    run = simpy_blocks if engine == "simpy" else partial(fast_blocks, known=known)
     times = run(spec.policy, blocks, plant, belief, decided.observe, tally.steps_to_keep)
     for index, block_times in enumerate(times):
         tally.add(blocks[index], block_times)

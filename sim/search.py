@@ -22,6 +22,7 @@ from policies.spec.workload import Block
 from sim.candidates import Candidate, Space
 from sim.job import make_job
 from sim.pack import Job
+from sim.program_cache import ProgramCache
 from sim.result import RunRecord
 from sim.run import RunSpec, simulate
 
@@ -104,6 +105,7 @@ class Machine:
     hardware: HardwareProfile
     objective: Objective
     jobs: dict[tuple[int, int], Job] = field(default_factory=dict)  # shared between machines
+    known: ProgramCache = field(default_factory=ProgramCache)
     _tried: dict[Candidate, Tried] = field(default_factory=dict)
     n_unfit: int = 0
 
@@ -139,7 +141,8 @@ class Machine:
     def tried(self, candidate: Candidate) -> Tried:
         """The candidate's run."""
         if candidate not in self._tried:
-            record = simulate(cheaply(candidate.spec(self.base, self.hardware))).record
+            spec = cheaply(candidate.spec(self.base, self.hardware))
+            record = simulate(spec, known=self.known).record
             counts = record.status == "ok" and self.objective.allows(record)
             value = self.objective.score(self.job(candidate), record) if counts else None
             self._tried[candidate] = Tried(candidate, record, value)

@@ -23,6 +23,7 @@ from sim import files, modes
 from sim.cells import Cell, Composer, expand
 from sim.columns import write_atomically
 from sim.export import read_export, write_request
+from sim.program_cache import ProgramCache
 from sim.report import sweep_line
 from sim.result import RunRecord
 from sim.run import simulate
@@ -90,7 +91,7 @@ def run_job(composed: DictConfig, overrides: Sequence[str], folder: Path, number
     except Exception as error:
         _fail(folder, config, own, str(number), versions, error)
         return
-    composer = Composer(composed, overrides)
+    composer, known = Composer(composed, overrides), ProgramCache()
     width = len(str(len(cells) - 1))
     names = [f"{i:0{width}}" for i in range(len(cells))]
     if cells != [()]:
@@ -103,7 +104,7 @@ def run_job(composed: DictConfig, overrides: Sequence[str], folder: Path, number
             _fail(where, config, [*own, *cell], label, versions, error)
             continue
         more = partial(_with, composer, cell)
-        run_in_sweep(of_cell, [*own, *cell], where, label, resume, versions, more)
+        run_in_sweep(of_cell, [*own, *cell], where, label, resume, versions, more, known)
 
 
 def _with(composer: Composer, cell: Cell, overrides: Sequence[str]) -> dict[str, object]:
@@ -125,24 +126,26 @@ def run_in_sweep(
     resume: Resume | None = None,
     versions: Mapping[str, object] | None = None,
     composer: Compose | None = None,
+    known: ProgramCache | None = None,
 ) -> str:
     """Run, files, one line. Whatever goes wrong becomes a row; the row's status is returned.
 
     ``kept`` is returned where ``resume`` finds the row of the same run. An advice needs
-    ``composer``, which composes this run with more overrides.
+    ``composer``, which composes this run with more overrides. ``known`` is what earlier runs learnt
+    and these may use.
     """
     provenance = files.provenance(config, overrides, versions)
-    if resume is not None and resume.keeps(folder, provenance["cell_sha256"]):
-        return "kept"
     for part in folder.glob(".*.part"):  # of a run that was killed while it wrote
         part.unlink(missing_ok=True)
+    if resume is not None and resume.keeps(folder, provenance["cell_sha256"]):
+        return "kept"
     try:
         mode = modes.mode_of(config)
         if config.get("advise") is not None and composer is not None:
             return _advise(config, overrides, folder, label, provenance, composer)
         if mode == modes.OFFLINE:
             spec, export = build(config, overrides), read_export(config)
-            result = simulate(spec)
+            result = simulate(spec, known=known)
             files.write_run(folder, result, config, provenance)
             if export.dir is not None and result.record.status == "ok":
                 write_request(spec, export)
