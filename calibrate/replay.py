@@ -8,7 +8,6 @@ command line is the machine that the plan is charged on.
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from policies.drive import Decision
 from policies.plan.op import Op, Tier
 from policies.run_request import RunRequest, read_request
 from policies.spec.hardware import HardwareProfile
+from policies.trace.decisions import StepDecision, read_decisions, step_decisions
 from policies.trace.jsonl import read_jsonl
 from policies.trace.span import Trace
 
@@ -28,8 +28,6 @@ REQUEST, TRACE, DECISIONS, RESULT = (
     "decisions.csv",
     "result.json",
 )
-_DECIDED = ("block", "step", "batch", "n_ctx", "n_recompute", "slices")
-Decided = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class RealRun:
     folder: Path
     request: RunRequest
     trace: Trace
-    decisions: tuple[Decided, ...]
+    decisions: tuple[StepDecision, ...]
     result: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -48,7 +46,7 @@ class Replayed:
     """The simulation of a request; ``pageable``: whether copies touch pageable host memory."""
 
     trace: Trace
-    decisions: tuple[Decided, ...]
+    decisions: tuple[StepDecision, ...]
     pageable: bool
     extrapolated: tuple[str, ...]
 
@@ -82,7 +80,7 @@ def read_runs(root: Path) -> tuple[tuple[RealRun, ...], tuple[Unusable, ...]]:
                     folder,
                     read_request(request),
                     read_jsonl(folder / TRACE),
-                    _read_decisions(folder / DECISIONS),
+                    _decisions(folder / DECISIONS),
                     result,
                 )
             )
@@ -107,12 +105,10 @@ def replay(request: RunRequest, hardware: HardwareProfile) -> Replayed:
     placement = request.policy.place(request.model, request.machine, blocks)
     belief = CostModel(request.model, request.machine, placement)
     plant = CostModel(request.model, hardware, placement)
-    decided: list[Decided] = []
+    decided: list[StepDecision] = []
 
     def observe(g: int, s: int, decision: Decision) -> None:
-        for b, batch in enumerate(blocks[g].batches):
-            n_ctx = batch.prompt_len + s - 1 if s else 0
-            decided.append((g, s, b, n_ctx, decision.n_recompute[b], decision.slices[b]))
+        decided.extend(step_decisions(blocks[g], s, decision.n_recompute, decision.slices))
 
     ops = tuple(request.plan(belief, observe))
     trace = SimBackend(plant, hardware.duplex).run(ops)
@@ -120,11 +116,11 @@ def replay(request: RunRequest, hardware: HardwareProfile) -> Replayed:
     return Replayed(trace, tuple(decided), pageable, tuple(sorted(plant.extrapolated)))
 
 
-def first_difference(real: Sequence[Decided], sim: Sequence[Decided]) -> str:
+def first_difference(real: Sequence[StepDecision], sim: Sequence[StepDecision]) -> str:
     """Where two lists of decisions differ first, in words; empty if they are equal."""
     for ours, theirs in zip(sim, real, strict=False):
         if ours != theirs:
-            where = dict(zip(_DECIDED, theirs, strict=True))
+            where = theirs._asdict()
             return f"measured run decided {where}, simulation {ours[4:]} (n_recompute, slices)"
     if len(real) != len(sim):
         return f"measured run has {len(real)} decisions, simulation {len(sim)}"
@@ -147,15 +143,5 @@ def _result(path: Path) -> Mapping[str, object]:
     return data
 
 
-def _read_decisions(path: Path) -> tuple[Decided, ...]:
-    if not path.exists():
-        return ()
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in _DECIDED if name not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{path}: lacks the columns {', '.join(missing)}")
-        try:
-            return tuple(tuple(int(row[name]) for name in _DECIDED) for row in reader)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+def _decisions(path: Path) -> tuple[StepDecision, ...]:
+    return read_decisions(path) if path.exists() else ()

@@ -8,7 +8,7 @@ capacities of the tiers. A real machine has its own rates, and only its memory i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,7 @@ from policies.drive import Decision, Policy, drive
 from policies.plan.op import Kind, Op
 from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import HardwareProfile, Link
-from policies.spec.hardware_build import hardware_from_mapping
+from policies.spec.hardware_build import check_keys, hardware_from_mapping
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
 
@@ -141,7 +141,7 @@ class RunRequest:
             raise ValueError(f"request: is not valid JSON ({error})") from error
         if not isinstance(data, dict):
             raise ValueError(f"request: holds a {type(data).__name__}, must hold one JSON object")
-        _check_keys("request", data, _REQUIRED, _OPTIONAL)
+        check_keys("request", data, _REQUIRED, _OPTIONAL)
         if data["schema"] != SCHEMA:
             raise ValueError(f"request.schema: {data['schema']!r} must be {SCHEMA}")
         for field, kinds in _SCALARS.items():
@@ -225,10 +225,10 @@ def _policy_to_mapping(policy: Policy) -> dict[str, object]:
 
 def _policy(value: object) -> Policy:
     data = _mapping("request.policy", value)
-    _check_keys("request.policy", data, ("class", "args"), ())
+    check_keys("request.policy", data, ("class", "args"), ())
     build = policy_class(str(data["class"]))
     args = _mapping("request.policy.args", data["args"])
-    _check_keys("request.policy.args", args, (), tuple(f.name for f in fields(build)))  # type: ignore[arg-type]
+    check_keys("request.policy.args", args, (), tuple(f.name for f in fields(build)))  # type: ignore[arg-type]
     try:
         return build(**args)
     except TypeError as error:
@@ -237,7 +237,7 @@ def _policy(value: object) -> Policy:
 
 def _model(value: object) -> ModelSpec:
     data = _mapping("request.model", value)
-    _check_keys("request.model", data, (), tuple(f.name for f in fields(ModelSpec)))
+    check_keys("request.model", data, (), tuple(f.name for f in fields(ModelSpec)))
     for field in fields(ModelSpec):
         given = data.get(field.name)
         expected = {"str": str, "bool": bool, "int": int}.get(str(field.type))
@@ -257,7 +257,7 @@ def _blocks(value: object) -> tuple[Block, ...]:
     for i, entry in enumerate(value):
         at = f"request.blocks[{i}]"
         data = _mapping(at, entry)
-        _check_keys(at, data, ("max_new", "batches"), ())
+        check_keys(at, data, ("max_new", "batches"), ())
         max_new = data["max_new"]
         if type(max_new) is not int:
             raise ValueError(f"{at}.max_new: {max_new!r} must be of type int")
@@ -279,15 +279,3 @@ def _mapping(field: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{field}: {value!r} must be a mapping")
     return value
-
-
-def _check_keys(
-    field: str, data: Mapping[str, object], required: Sequence[str], optional: Sequence[str]
-) -> None:
-    allowed = ", ".join((*required, *optional))
-    for key in data:
-        if key not in required and key not in optional:
-            raise ValueError(f"{field}.{key}: unknown key, allowed are {allowed}")
-    for key in required:
-        if key not in data:
-            raise ValueError(f"{field}.{key}: is missing, required are {', '.join(required)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from policies.run_request import RunRequest
+from policies.trace.decisions import write_decisions
 from policies.trace.jsonl import write_jsonl
-from real.run import RunResult, StepDecision
+from real.run import RunResult
 
 
 def write_result(folder: Path, request: RunRequest, result: RunResult) -> None:
@@ -20,7 +20,7 @@ def write_result(folder: Path, request: RunRequest, result: RunResult) -> None:
     _replace(folder / "request.json", lambda path: _text(path, request.to_json()))
     if result.trace is not None:
         spans = result.trace.spans
-        _replace(folder / "decisions.csv", lambda path: _decisions(path, result))
+        _replace(folder / "decisions.csv", lambda path: write_decisions(result.decisions, path))
         _replace(folder / "trace.jsonl", lambda path: write_jsonl(spans, path))
         if len({len(row) for row in result.tokens}) == 1:  # blocks may differ in length
             _replace(folder / "tokens.npy", lambda path: _array(path, result))
@@ -40,13 +40,6 @@ def _text(path: Path, text: str) -> None:
 
 def _json(path: Path, record: Mapping[str, object]) -> None:
     _text(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
-
-
-def _decisions(path: Path, result: RunResult) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(StepDecision._fields)
-        rows.writerows(result.decisions)
 
 
 def _array(path: Path, result: RunResult) -> None:

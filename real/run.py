@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from policies.plan.op import Lane, Tier
 from policies.run_request import RunRequest
 from policies.spec.workload import Block
 from policies.trace.attribution import Category, attribute
+from policies.trace.decisions import StepDecision, step_decisions
 from policies.trace.metrics import TraceMetrics, metrics
 from policies.trace.span import Trace
 from real.architecture import DTYPES
@@ -36,17 +36,6 @@ from real.checkpoint import Random
 from real.machine import environment, peak_host_bytes
 
 _FIRST_ID = 4  # the ids below are special in most vocabularies
-
-
-class StepDecision(NamedTuple):
-    """One line of ``decisions.csv``."""
-
-    block: int
-    step: int
-    batch: int
-    n_ctx: int
-    n_recompute: int
-    slices: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +265,7 @@ def _decisions(
     decided: Sequence[tuple[int, int, Decision]], blocks: Sequence[Block]
 ) -> Iterator[StepDecision]:
     for g, step, decision in decided:
-        for b, batch in enumerate(blocks[g].batches):
-            n_ctx = batch.prompt_len + step - 1 if step else 0
-            yield StepDecision(g, step, b, n_ctx, decision.n_recompute[b], decision.slices[b])
+        yield from step_decisions(blocks[g], step, decision.n_recompute, decision.slices)
 
 
 def _checksum(tokens: Prompts) -> str:

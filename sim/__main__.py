@@ -23,7 +23,6 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from policies.cost.breakeven import BreakEven, break_even
 from policies.errors import Infeasible
@@ -31,8 +30,9 @@ from sim import files, modes
 from sim.export import make_folder, read_export, write_request
 from sim.guard import SweepFailed, SweepRefused
 from sim.job import make_job
+from sim.pack import Job
 from sim.report import break_even_lines, run_table
-from sim.run import RunResult, RunSpec, simulate
+from sim.run import RunSpec, simulate
 from sim.settings import build, explain
 from sim.sweep import USER_ERRORS, run_job
 
@@ -107,10 +107,12 @@ def run_alone(config: Mapping[str, object], overrides: list[str], folder: Path) 
     console = Console()
     spec, export = build(config, overrides), read_export(config)
     make_folder(export)
-    found = _break_even(spec)
-    if found is not None:
-        console.print(break_even_lines(found))
-    result = _simulate(spec)
+    job = _job(spec)
+    if job is not None:
+        console.print(break_even_lines(_break_even(spec, job)))
+    result = modes.with_bar(
+        "simulating", "blocks", lambda progress: simulate(spec, progress, job=job)
+    )
     files.write_run(folder, result, config, files.provenance(config, overrides))
     if export.dir is not None and result.record.status == "ok":
         console.print(f"request: {write_request(spec, export)}", highlight=False, soft_wrap=True)
@@ -118,29 +120,21 @@ def run_alone(config: Mapping[str, object], overrides: list[str], folder: Path) 
     _say_where(folder)
 
 
-def _break_even(spec: RunSpec) -> BreakEven | None:
-    """Of the block with most tokens; None where no request is left (the run says so)."""
+def _job(spec: RunSpec) -> Job | None:
+    """The job of a run; None where no request is left (the run says so)."""
     try:
-        job = make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
+        return make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
     except Infeasible:
         return None
+
+
+def _break_even(spec: RunSpec, job: Job) -> BreakEven:
+    """Of the block with most tokens."""
     blocks = spec.policy.blocks(job.blocks)
     placement = spec.policy.place(spec.model, spec.hardware, blocks)
     largest = max(blocks, key=lambda block: block.n_seqs * block.max_tokens)
     attention = spec.policy.buffers.attention
     return break_even(spec.model, spec.hardware, placement, largest, attention)
-
-
-def _simulate(spec: RunSpec) -> RunResult:
-    """The run behind a progress bar on stderr, which a pipe or a file does not get."""
-    console = Console(stderr=True)
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"))
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True,
-        disable=not console.is_terminal,
-    ) as bar:  # fmt: skip
-        task = bar.add_task("simulating", total=None)
-        return simulate(spec, lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _say_where(folder: Path) -> None:

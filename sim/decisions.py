@@ -12,18 +12,7 @@ from dataclasses import dataclass
 
 from policies.drive import Decision
 from policies.spec.workload import Block
-
-
-@dataclass(frozen=True, slots=True)
-class StepDecision:
-    """One line of ``decisions.csv``."""
-
-    block: int
-    step: int
-    batch: int
-    n_ctx: int
-    n_recompute: int
-    slices: int
+from policies.trace.decisions import StepDecision, step_decisions
 
 
 @dataclass(slots=True)
@@ -75,12 +64,9 @@ class DecisionLog(Collection[StepDecision]):
 
     def __iter__(self) -> Iterator[StepDecision]:
         for run in self._runs:
-            batches = self._blocks[run.block].batches
-            rows = list(zip(batches, run.n_recompute, run.slices, strict=True))
+            block = self._blocks[run.block]
             for step in range(run.first, run.stop):
-                for b, (batch, n_recompute, slices) in enumerate(rows):
-                    n_ctx = batch.prompt_len + step - 1 if step else 0
-                    yield StepDecision(run.block, step, b, n_ctx, n_recompute, slices)
+                yield from step_decisions(block, step, run.n_recompute, run.slices)
 
     def __contains__(self, decision: object) -> bool:
         return any(row == decision for row in self)

@@ -7,21 +7,20 @@ and files that a run does not write are removed from its folder.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import math
 import platform
 import subprocess
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import astuple, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from policies.trace.chrome import write_chrome
+from policies.trace.decisions import write_decisions
 from policies.trace.jsonl import write_jsonl
 from sim.columns import write_atomically
-from sim.run import RunResult, StepDecision
+from sim.run import RunResult
 
 RESULT, DECISIONS, SPANS, CHROME = (
     "result.json",
@@ -44,7 +43,7 @@ def write_run(
     """Write ``result.json`` and, where the run has them, decisions and traces."""
     write_row(folder, result.record.as_row(), config, provenance)
     if result.decisions:
-        write_atomically(folder / DECISIONS, lambda part: _write_decisions(part, result))
+        write_atomically(folder / DECISIONS, lambda part: write_decisions(result.decisions, part))
     if result.spans:
         spans = result.spans
         process = f"{result.record.policy} {result.record.model} {result.record.hardware}"
@@ -87,13 +86,6 @@ def _writer(text: str) -> Callable[[Path], None]:
         part.write_text(text, encoding="utf-8", newline="\n")
 
     return write
-
-
-def _write_decisions(path: Path, result: RunResult) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(field.name for field in fields(StepDecision))
-        writer.writerows(astuple(decision) for decision in result.decisions)
 
 
 # ---- provenance ----------------------------------------------------------------------------------

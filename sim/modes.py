@@ -7,8 +7,9 @@ another mode is not an error, or no configuration could be complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,10 +20,12 @@ from policies.spec.model import ModelSpec
 from sim import files
 from sim.kappa_report import kappa_line, print_kappa
 from sim.kappa_search import kappa_record
-from sim.serve_entry import ServeOutcome, serve_job, write_serve
+from sim.serve_entry import serve_job, write_serve
 from sim.serve_report import serve_line, serve_table
-from sim.serve_settings import ServeJob, build_serve
+from sim.serve_settings import build_serve
 from sim.settings import check_keys, group_of, model_of
+
+T = TypeVar("T")
 
 OFFLINE, SERVE, KAPPA = MODES = ("offline", "serve", "kappa")
 
@@ -47,7 +50,7 @@ def run_alone(
         print_kappa(model, hardware, console)
         return
     job = build_serve(config, overrides)
-    outcome = _with_bar(job)
+    outcome = with_bar("serving", "turns", lambda progress: serve_job(job, progress))
     write_serve(folder, job, outcome, config, files.provenance(config, overrides))
     console.print(serve_table(job, outcome.record, console))
 
@@ -79,13 +82,13 @@ def _machine(
     return model, hardware_from_mapping(group_of(config, "hardware"))
 
 
-def _with_bar(job: ServeJob) -> ServeOutcome:
-    """The run behind a progress bar on stderr, which a pipe or a file does not get."""
+def with_bar(doing: str, unit: str, run: Callable[[Callable[[int, int], None]], T]) -> T:
+    """``run`` behind a progress bar on stderr, which a pipe or a file does not get."""
     console = Console(stderr=True)
-    columns = (TextColumn("serving"), BarColumn(), MofNCompleteColumn(), TextColumn("turns"))
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
     with Progress(
         *columns, TimeElapsedColumn(), console=console, transient=True,
         disable=not console.is_terminal,
     ) as bar:  # fmt: skip
-        task = bar.add_task("serving", total=None)
-        return serve_job(job, lambda done, total: bar.update(task, completed=done, total=total))
+        task = bar.add_task(doing, total=None)
+        return run(lambda done, total: bar.update(task, completed=done, total=total))

@@ -20,9 +20,9 @@ from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
 from policies.trace.attribution import Category
+from policies.trace.decisions import StepDecision
 from policies.trace.span import Span, parse_key
 from sim.decisions import DecisionLog
-from sim.decisions import StepDecision as StepDecision
 from sim.executors import ENGINES, EVERY_STEP, BlockTimes, fast_blocks, simpy_blocks
 from sim.job import WorkloadSpec, make_job
 from sim.memory import Ledger
@@ -121,10 +121,12 @@ def simulate(
     spec: RunSpec,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     known: ProgramCache | None = None,
+    job: Job | None = None,
 ) -> RunResult:
     """Run a job; infeasible work becomes a record. ``progress(blocks done, blocks)`` is called.
 
-    Runs that are alike are faster with the same ``known``, and not different. ``ValueError`` for
+    ``job`` is the one of ``spec``, from a caller that has made it already. Runs that are alike are
+    faster with the same ``known``, and not different. ``ValueError`` for
     settings or traces that are wrong rather than infeasible.
     """
     base = RunRecord(
@@ -138,7 +140,7 @@ def simulate(
         seed=spec.seed,
     )
     try:
-        job = make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
+        job = job or make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
     except Infeasible as error:
         return RunResult(_amend(base, status="infeasible", reason=error.reason))
     blocks = spec.policy.blocks(job.blocks)

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from policies.cost.balance import n_recompute_closed_form
-from policies.cost.flops import expert_elems, gemm_flops
+from policies.cost.flops import expert_elems
+from policies.cost.kappa import kappa_of
 from policies.cost.model import CostModel
 from policies.placement import ON_GPU, Placement
 from policies.plan.memory import Buffers, block_pools, run_pools
@@ -244,10 +245,8 @@ def _closed_form(
     kv = placement.kv[block.index]
     if weights_move or kv.streamed < 1.0 or kv.disk > 0 or len(set(block.batches)) > 1:
         return None
-    flops = sum(gemm_flops(model, i, Scope.LAYER, 1) for i in range(model.n_layers))
-    intensity = hardware.h2d.bytes_per_s / hardware.gemm.y[-1]
-    kappa_crit = flops / model.kv_bytes_per_token * intensity
-    return n_recompute_closed_form(_contexts(block, step)[0], 1, kappa_crit)
+    kappa = kappa_of(model, hardware.h2d.bytes_per_s, hardware.gemm.y[-1])
+    return n_recompute_closed_form(_contexts(block, step)[0], 1, kappa.kappa_crit)
 
 
 def _resident_bytes(model: ModelSpec, block: Block, attention: Attention) -> int:

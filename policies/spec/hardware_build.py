@@ -32,7 +32,7 @@ def hardware_from_mapping(data: Mapping[str, object]) -> HardwareProfile:
     naming ``hardware.<field>``, the value and what is allowed.
     """
     root = "hardware"
-    _check_keys(root, data, required=tuple(f.name for f in fields(HardwareProfile)))
+    check_keys(root, data, required=tuple(f.name for f in fields(HardwareProfile)))
 
     def number(name: str) -> float:
         return _number(f"{root}.{name}", data[name])
@@ -78,14 +78,14 @@ def hardware_from_mapping(data: Mapping[str, object]) -> HardwareProfile:
 
 def _curve(field: str, value: object) -> Curve:
     part = _mapping(field, value)
-    _check_keys(field, part, required=("x", "y"))
+    check_keys(field, part, required=("x", "y"))
     x, y = _axis(f"{field}.x", part["x"]), _axis(f"{field}.y", part["y"])
     return _named(field, lambda: Curve(x, y))
 
 
 def _grid(field: str, value: object) -> Grid:
     part = _mapping(field, value)
-    _check_keys(field, part, required=("x", "y", "z"))
+    check_keys(field, part, required=("x", "y", "z"))
     x, y = _axis(f"{field}.x", part["x"]), _axis(f"{field}.y", part["y"])
     rows = _sequence(f"{field}.z", part["z"])
     z = tuple(_axis(f"{field}.z[{i}]", row) for i, row in enumerate(rows))
@@ -95,14 +95,14 @@ def _grid(field: str, value: object) -> Grid:
 def _provenances(field: str, value: object) -> dict[str, Provenance]:
     entries = _mapping(field, value)
     sourced = tuple(f.name for f in fields(HardwareProfile) if f.name not in ("name", "provenance"))
-    _check_keys(field, entries, required=sourced)
+    check_keys(field, entries, required=sourced)
     return {name: _provenance(f"{field}.{name}", entry) for name, entry in entries.items()}
 
 
 def _provenance(field: str, value: object) -> Provenance:
     part = _mapping(field, value)
     texts = ("kind", "source", "date", "device", "driver")
-    _check_keys(field, part, required=texts[:2], optional=(*texts[2:], "residual"))
+    check_keys(field, part, required=texts[:2], optional=(*texts[2:], "residual"))
     text = {name: _text(f"{field}.{name}", part[name]) for name in texts if name in part}
     kind = text.pop("kind")
     if kind not in PROVENANCE_KINDS:
@@ -123,12 +123,13 @@ def _named(field: str, build: Callable[[], _Part]) -> _Part:
         raise ValueError(f"{field}: {error}") from error
 
 
-def _check_keys(
+def check_keys(
     field: str,
     data: Mapping[str, object],
     required: Sequence[str],
     optional: Sequence[str] = (),
 ) -> None:
+    """``ValueError`` naming the first key that is unknown or missing, and those allowed."""
     allowed = ", ".join((*required, *optional))
     for key in data:
         if key not in required and key not in optional:
@@ -173,7 +174,7 @@ def _count(field: str, value: object) -> int:
 
 def _numbers(field: str, value: object, keys: Sequence[str]) -> dict[str, float]:
     part = _mapping(field, value)
-    _check_keys(field, part, required=keys)
+    check_keys(field, part, required=keys)
     return {key: _number(f"{field}.{key}", part[key]) for key in keys}
 
 

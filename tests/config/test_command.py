@@ -142,7 +142,7 @@ def test_a_broken_profile_of_the_working_folder_is_one_line(tmp_path, name, cont
 def test_what_ends_a_run_from_outside_is_one_line(tmp_path, raised, code, message):
     program = (
         "import sys, sim.__main__ as entry\n"
-        f"def simulate(*_): raise {raised}\n"
+        f"def simulate(*_, **__): raise {raised}\n"
         "entry.simulate = simulate\n"
         "sys.exit(entry.main())\n"
     )

@@ -6,7 +6,7 @@ from composed import composed
 from rich.console import Console
 
 from policies.cost.flops import exact_recompute_flops, paper_recompute_flops
-from sim.__main__ import _break_even
+from sim.__main__ import _break_even, _job
 from sim.report import (
     break_even_lines,
     duration,
@@ -120,7 +120,7 @@ def test_a_guess_matters_where_its_lane_worked():
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_break_even_names_the_bound_and_the_gain(width):
-    text = shown(break_even_lines(_break_even(SPEC)), width)
+    text = shown(break_even_lines(_break_even(SPEC, _job(SPEC))), width)
     assert max(map(len, text.splitlines())) <= width
     joined = " ".join(text.split())
     assert "decode step bound by H2D, mostly weights" in joined
@@ -132,7 +132,7 @@ def test_break_even_names_the_bound_and_the_gain(width):
 
 def test_break_even_of_an_engine_that_attends_on_the_cpu():
     spec = build(composed(*SMALL, "policy=flexgen-cpu"))
-    text = shown(break_even_lines(_break_even(spec)))
+    text = shown(break_even_lines(_break_even(spec, _job(spec))))
     assert "CPU attention" in text
     assert "nothing to gain, decode loads no KV" in text
 

@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 from rich.console import Console
 
 from policies.errors import OutOfMemory
-from sim.__main__ import _break_even
+from sim.__main__ import _break_even, _job
 from sim.files import write_row
 from sim.report import break_even_lines, parameters
 from sim.run import simulate
@@ -176,7 +176,8 @@ def test_what_is_on_the_gpu_already_is_not_advised():
     texts = []
     for placement in ("host", "auto"):
         config = changed(BASE, policy__placement=placement, workload__batch_size=1)
-        found = _break_even(build(config))
+        spec = build(config)
+        found = _break_even(spec, _job(spec))
         console = Console(width=400)
         with console.capture() as capture:
             console.print(break_even_lines(found))

@@ -14,8 +14,9 @@ from policies.drive import Decision
 from policies.flexgen import FlexGen
 from policies.plan.op import Kind, Op, Slot, Tier
 from policies.spec.workload import Batch, Block
+from policies.trace.decisions import StepDecision
 from policies.trace.span import parse_key
-from sim.decisions import DecisionLog, StepDecision
+from sim.decisions import DecisionLog
 from sim.fast import FastBackend
 from sim.job import WorkloadSpec
 from sim.run import RunSpec, simulate

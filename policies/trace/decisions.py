@@ -1,0 +1,56 @@
+"""``decisions.csv``: what a run decided, a row a step and batch, simulated or real.
+
+What readers get wrong: ``n_ctx`` is what the batch had cached before the step, which is 0 in
+prefill however long its prompt is.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from policies.spec.workload import Block
+
+
+class StepDecision(NamedTuple):
+    """One line of ``decisions.csv``."""
+
+    block: int
+    step: int
+    batch: int
+    n_ctx: int
+    n_recompute: int
+    slices: int
+
+
+def step_decisions(
+    block: Block, step: int, n_recompute: Sequence[int], slices: Sequence[int]
+) -> Iterator[StepDecision]:
+    """The rows of one step, one for each batch."""
+    for b, batch in enumerate(block.batches):
+        n_ctx = batch.prompt_len + step - 1 if step else 0
+        yield StepDecision(block.index, step, b, n_ctx, n_recompute[b], slices[b])
+
+
+def write_decisions(rows: Iterable[StepDecision], path: Path) -> None:
+    """Write the rows to ``path``, under a header."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(StepDecision._fields)
+        writer.writerows(rows)
+
+
+def read_decisions(path: Path) -> tuple[StepDecision, ...]:
+    """The rows of a file; ``ValueError`` naming it for a missing column or what is no integer."""
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        names = StepDecision._fields
+        missing = [name for name in names if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{path}: lacks the columns {', '.join(missing)}")
+        try:
+            return tuple(StepDecision(*(int(row[name]) for name in names)) for row in reader)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
