@@ -164,11 +164,12 @@ class Bench:
         torch.cuda.synchronize()
         return [before.elapsed_time(after) * 1e-3 for before, after in events[1:]]
 
-    def blocking(self, call: Call) -> list[float]:
-        """Host seconds until a call's effect is there; one number a call."""
+    def blocking(self, call: Call, least_s: float = 0.0) -> list[float]:
+        """Host seconds until a call's effect is there; one number a call, over ``least_s``."""
         call(0)
         once = self._wall(call)
-        n = max(self.n_repeats, min(20, math.ceil(self.min_s / once)))
+        most = 20 if least_s <= self.min_s else 60
+        n = max(self.n_repeats, min(most, math.ceil(max(self.min_s, least_s) / once)))
         return [self._wall(call, i) for i in range(n)]
 
     def issue(self, call: Call, n: int = 200) -> list[float]:

@@ -1,8 +1,8 @@
 """Kernels: GEMM by rows, attention in the engine's KV layout, elementwise passes, launch and sync.
 
-KV lies token-major, ``[token, batch, 2, head, dim]``, as the engine keeps it, so keys and values
-are strided views. What readers get wrong is timing on zeros or on operands that a cache holds: the
-first draws less power, the second never touches memory, and both are too fast.
+Attention is the engine's own, over token-major KV ``[token, batch, 2, head, dim]``: which kernel
+runs depends on how it is asked for. What readers get wrong is timing on zeros or on operands that a
+cache holds: the first draws less power, the second never touches memory, and both are too fast.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from calibrate.bench import Bench, rotation
-from calibrate.grid import kv_bytes
+from calibrate.grid import UNFUSED, kv_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,48 +33,27 @@ def gemm(bench: Bench, x: Mapping[str, float], rotate_bytes: int) -> list[float]
 def attention(bench: Bench, group: str, x: Mapping[str, float], rotate_bytes: int) -> list[float]:
     """Seconds of one attention call; the last ``queries`` of ``keys`` tokens attend."""
     import torch
-    from torch.nn.attention.bias import causal_lower_right
-    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    from real.attention import fused, unfused
 
     batch, queries, keys = int(x["batch"]), int(x["queries"]), int(x["keys"])
     heads, kv_heads, dim = int(x["n_heads"]), int(x["n_kv_heads"]), int(x["head_dim"])
     copies = rotation(kv_bytes(x), rotate_bytes)
     cached = [bench.random(keys, batch, 2, kv_heads, dim) for _ in range(copies)]
-    q = bench.random(batch, queries, heads, dim).permute(0, 2, 1, 3)  # [batch, head, query, dim]
-    pairs = [_keys_values(kv) for kv in cached]
-    heat = queries * batch >= HEAVY_ROWS
-    if group == "attention_unfused":
-        return bench.kernel(lambda i: _unfused(q, *pairs[i % copies]), heat)
-    how: dict[str, Any] = {"enable_gqa": True} if heads != kv_heads else {}
-    if queries == keys:
-        how["is_causal"] = True
-    elif queries > 1:
-        how["attn_mask"] = causal_lower_right(queries, keys)
-    with torch.no_grad():
-        return bench.kernel(lambda i: sdpa(q, *pairs[i % copies], **how), heat)
+    q = bench.random(queries, batch, heads, dim)
+    if group in UNFUSED:
+        attend = [unfused(q, kv, None) for kv in cached]
+    else:
+        prefill = group == "attention_prefill"
+        attend = [fused(q, kv, None, prefill=prefill) for kv in cached]
+    with torch.inference_mode():
+        return bench.kernel(lambda i: attend[i % copies](), heat=queries * batch >= HEAVY_ROWS)
 
 
 def _keys_values(kv: Tensor) -> tuple[Tensor, Tensor]:
     """Views ``[batch, head, token, dim]`` of a token-major cache."""
     by_head = kv.permute(2, 1, 3, 0, 4)  # [2, batch, head, token, dim]
     return by_head[0], by_head[1]
-
-
-def _unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention by separate kernels: both operands moved into place, scores through memory."""
-    import torch
-
-    batch, heads, queries, dim = q.shape
-    keys = k.shape[2]
-    moved_k = k.repeat_interleave(heads // k.shape[1], 1).reshape(batch * heads, keys, dim)
-    moved_v = v.repeat_interleave(heads // v.shape[1], 1).reshape(batch * heads, keys, dim)
-    flat_q = q.reshape(batch * heads, queries, dim)
-    scores = torch.bmm(flat_q, moved_k.transpose(1, 2)).mul_(dim**-0.5)  # [b*h, query, key]
-    reach = torch.arange(queries, device=q.device) + keys - queries  # last key of each query
-    seen = torch.arange(keys, device=q.device) <= reach[:, None]  # [query, key]
-    scores = torch.where(seen, scores, -1e4)
-    result: Tensor = torch.bmm(torch.softmax(scores, -1), moved_v)
-    return result
 
 
 def elementwise(bench: Bench, x: Mapping[str, float]) -> list[float]:

@@ -1,8 +1,9 @@
 """Transfers: H2D and D2H, both at once, host copies, device memory.
 
-Sources and targets move through an arena from copy to copy. What readers get wrong is duplex: both
-directions must really be busy together, so only copies that lie wholly inside the other direction's
-activity count.
+Sources and targets move through an arena from copy to copy; in pageable memory they jump, since
+there the rate depends on where a page lies, by a third within 16 GB of one machine. What readers
+get wrong is duplex: both directions must really be busy together, so only copies that lie wholly
+inside the other direction's activity count.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DUPLEX_COPIES, _DUPLEX_S = 8, 0.05  # least number of copies and least time of each direction
+_PAGEABLE_S = 0.5  # least time of the copies of one size
+_GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this share of a range fill it evenly
 Interval = tuple[float, float]
 
 
-def link(bench: Bench, group: str, x: Mapping[str, float], rotate_bytes: int) -> list[float]:
+def link(
+    bench: Bench, group: str, x: Mapping[str, float], rotate_bytes: int, pageable_bytes: int
+) -> list[float]:
     """Seconds of one copy of ``nbytes`` in the direction and from the memory of ``group``."""
     nbytes = int(x["nbytes"])
     size = max(nbytes, rotate_bytes)
+    spread = max(size, pageable_bytes)
     source, target = {
         "h2d": ("pinned", "device"),
         "d2h": ("device", "pinned"),
@@ -34,8 +40,11 @@ def link(bench: Bench, group: str, x: Mapping[str, float], rotate_bytes: int) ->
         "host_copy": ("pageable", "pinned"),
     }[group]
     asynchronous = group in ("h2d", "d2h")
-    call = _copier(bench.arena(source, size), bench.arena(target, size), nbytes, asynchronous)
-    return bench.copy(call) if asynchronous else bench.blocking(call)
+    origin, goal = (
+        bench.arena(name, spread if name == "pageable" else size) for name in (source, target)
+    )
+    call = _copier(origin, goal, nbytes, asynchronous)
+    return bench.copy(call) if asynchronous else bench.blocking(call, _PAGEABLE_S)
 
 
 def hbm(bench: Bench, x: Mapping[str, float], rotate_bytes: int) -> list[float]:
@@ -73,14 +82,27 @@ def duplex(bench: Bench, group: str, x: Mapping[str, float], rotate_bytes: int) 
 
 
 def _copier(source: Tensor, target: Tensor, nbytes: int, asynchronous: bool) -> Call:
-    """Copy of ``nbytes`` from one arena to another, at an offset that moves with every call."""
-    places = max(1, min(source.numel(), target.numel()) // nbytes)
+    """Copy of ``nbytes`` from one arena to another, from and to another place with every call."""
+    piece_of = [_pieces(arena, nbytes) for arena in (source, target)]
 
     def call(i: int) -> object:
-        at = (i % places) * nbytes
-        return target[at : at + nbytes].copy_(source[at : at + nbytes], non_blocking=asynchronous)
+        return piece_of[1](i).copy_(piece_of[0](i), non_blocking=asynchronous)
 
     return call
+
+
+def _pieces(arena: Tensor, nbytes: int) -> Callable[[int], Tensor]:
+    """Pieces of an arena, each once before any comes again; a few are spread all over it."""
+    places = max(1, arena.numel() // nbytes)
+    step = max(1, round(places * _GOLDEN))
+    while math.gcd(step, places) > 1:
+        step += 1
+
+    def piece(i: int) -> Tensor:
+        at = i * step % places * nbytes
+        return arena[at : at + nbytes]
+
+    return piece
 
 
 def _on_streams(h2d: Call, d2h: Call, n: int) -> tuple[list[Interval], list[Interval]]:

@@ -108,14 +108,14 @@ def handful(preset: Preset) -> Iterator[Case]:
         if key not in members[0].x:
             yield from members
             continue
+        if group == "attention_window":  # one context is enough
+            middle = sorted({case.x["keys"] for case in members})
+            members = [c for c in members if c.x["keys"] == middle[len(middle) // 2]]
         amounts = sorted({case.x[key] for case in members})
         floor = LINK_FROM_BYTES.get(group, 0.0)
         amounts = [a for a in amounts if a >= floor] or amounts[-1:]
         chosen = {amounts[len(amounts) // 2], amounts[-1]}
         chosen |= {amounts[0]} if group == "gemm" else set()
-        if group == "attention_window":  # one context is enough
-            middle = sorted({case.x["keys"] for case in members})
-            members = [c for c in members if c.x["keys"] == middle[len(middle) // 2]]
         yield from (case for case in members if case.x[key] in chosen)
 
 

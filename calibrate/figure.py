@@ -25,9 +25,12 @@ _AXIS = {
     "attention_decode": ("keys", "context, tokens"),
     "attention_prefill": ("keys", "context, tokens"),
     "attention_window": ("queries", "queries"),
+    "attention_unfused_decode": ("keys", "context, tokens"),
+    "attention_unfused_prefill": ("keys", "context, tokens"),
     "cpu_attention_bytes_per_s": ("keys", "context, tokens"),
 }
 _FLOPS = ("gemm", "attention_prefill", "attention_window")
+_UNITS = {**dict.fromkeys(_FLOPS, "FLOP/s"), "attention_unfused_prefill": "scores/s"}
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito
 
 
@@ -78,6 +81,6 @@ def _panel(axes: Axes, field: str, points: Sequence[Point], hardware: HardwarePr
     axes.set_yscale("log")
     axes.set_title(field, fontsize=10)
     axes.set_xlabel(label, fontsize=8)
-    axes.set_ylabel("FLOP/s" if field in _FLOPS else "bytes/s", fontsize=8)
+    axes.set_ylabel(_UNITS.get(field, "bytes/s"), fontsize=8)
     axes.tick_params(which="both", labelsize=7)
     axes.grid(alpha=0.3, linewidth=0.5)

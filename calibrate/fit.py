@@ -133,18 +133,24 @@ def fit_prefill(points: Sequence[Point]) -> Curve:
 def fit_window(points: Sequence[Point]) -> Grid:
     """FLOP/s by (queries, context); contexts that lack a query count are left out.
 
-    The time of a context never falls as queries are added.
+    The time of a context never falls as queries are added. More queries than keys there are none:
+    such a cell, which only interpolation touches, holds the rate of its context's last one.
     """
     queries = tuple(sorted(_by(points, "queries")))
     columns: dict[float, Curve] = {}
     for keys, group in sorted(_by(points, "keys").items()):
         medians = _medians(group, "queries")
-        if tuple(sorted(medians)) == queries:
+        if sorted(medians) == [q for q in queries if q <= keys]:
             columns[keys] = curve_of(medians, lambda q, keys=keys: causal_pairs(int(q), int(keys)))  # type: ignore[misc]
     if not columns:
         raise ValueError("attention_window: no context was measured with every query count")
-    rows = zip(*(curve.y for curve in columns.values()), strict=True)
-    return Grid(queries, tuple(columns), tuple(rows))
+    rows = tuple(tuple(curve(q) for curve in columns.values()) for q in queries)
+    return Grid(queries, tuple(columns), rows)
+
+
+def fit_unfused_prefill(points: Sequence[Point]) -> Curve:
+    """Scores/s by context; the time of one sequence never falls as it grows."""
+    return curve_of(_medians(points, "keys"), lambda n: n * n)
 
 
 def curve_of(rates: Mapping[float, float], amount: Callable[[float], float]) -> Curve:

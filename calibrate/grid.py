@@ -9,7 +9,7 @@ not missing ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,8 @@ from calibrate.presets import MIB, Heads, Preset
 LINKS = ("h2d", "d2h", "h2d_pageable", "d2h_pageable", "host_copy")
 DUPLEX = ("duplex_h2d", "duplex_d2h")
 DISK = ("disk_read", "disk_write")
-ATTENTION = ("attention_decode", "attention_prefill", "attention_window", "attention_unfused")
+UNFUSED = ("attention_unfused_decode", "attention_unfused_prefill")
+ATTENTION = ("attention_decode", "attention_prefill", "attention_window", *UNFUSED)
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "links": (*LINKS, *DUPLEX),
     "disk": DISK,
@@ -33,7 +34,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 GROUPS = tuple(group for groups in SECTIONS.values() for group in groups)
 
 # Checks are held out as a whole: the cost model prices them with rates of other groups.
-CHECKS = ("attention_unfused", "elementwise")
+CHECKS = ("elementwise",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ def cases(preset: Preset) -> tuple[Case, ...]:
         *_transfers(preset),
         *_gemms(preset),
         *_attention(preset),
+        *_unfused(preset),
         *_checks(preset),
     )
 
@@ -122,13 +124,7 @@ def _gemms(preset: Preset) -> Iterator[Case]:
 
 
 def _attention(preset: Preset) -> Iterator[Case]:
-    def case(
-        kind: str, batch: int, queries: int, keys: int, heads: Heads, coarse: bool, fit: bool = True
-    ) -> Case:
-        x = attention_x(batch, queries, keys, heads, preset.elem_bytes)
-        return Case(f"attention_{kind}", x, fit, (0 if coarse else 1) if fit else 2)
-
-    held = preset.held_heads
+    case, held = _attention_case(preset), preset.held_heads
     for i, keys in enumerate(reversed(preset.decode_contexts)):
         for heads in preset.heads:
             for batch in preset.decode_batches:
@@ -144,16 +140,39 @@ def _attention(preset: Preset) -> Iterator[Case]:
         yield case("prefill", batch, keys, keys, held, False, False)
     for queries in preset.window_queries:  # a grid needs every point: all are coarse
         for keys in preset.window_contexts:
+            if queries > keys:
+                continue
             for heads in preset.heads:
                 yield case("window", preset.window_batch, queries, keys, heads, True)
     for queries, keys in preset.held_window:
         yield case("window", preset.window_batch, queries, keys, held, False, False)
 
 
+def _unfused(preset: Preset) -> Iterator[Case]:
+    """One query and as many as keys; between the two only held-out points, see the cost model."""
+    case = _attention_case(preset)
+    for i, keys in enumerate(reversed(preset.unfused_contexts)):
+        for heads in preset.heads:
+            for batch in preset.unfused_batches:
+                yield case("unfused_decode", batch, 1, keys, heads, i % 2 == 0)
+            batch = max(1, preset.unfused_tokens // keys)
+            yield case("unfused_prefill", batch, keys, keys, heads, i % 2 == 0)
+    for batch, queries, keys in preset.held_unfused:
+        kind = "unfused_decode" if queries == 1 else "unfused_prefill"
+        yield case(kind, batch, queries, keys, preset.held_heads, False, False)
+
+
+def _attention_case(preset: Preset) -> Callable[..., Case]:
+    def case(
+        kind: str, batch: int, queries: int, keys: int, heads: Heads, coarse: bool, fit: bool = True
+    ) -> Case:
+        x = attention_x(batch, queries, keys, heads, preset.elem_bytes)
+        return Case(f"attention_{kind}", x, fit, (0 if coarse else 1) if fit else 2)
+
+    return case
+
+
 def _checks(preset: Preset) -> Iterator[Case]:
-    for batch, queries, keys in preset.unfused:
-        x = attention_x(batch, queries, keys, preset.heads[0], preset.elem_bytes)
-        yield Case("attention_unfused", x, fit=False, priority=2)
     for rows, d_model, d_ffn in preset.elementwise:
         sizes = {"rows": rows, "d_model": d_model, "d_ffn": d_ffn, "elem_bytes": preset.elem_bytes}
         yield Case("elementwise", sizes, fit=False, priority=2)
@@ -216,8 +235,8 @@ def needs(case: Case, preset: Preset) -> Needs:
         scores = x["batch"] * x["n_heads"] * x["queries"] * x["keys"] * 4.0
         if case.group == "cpu_attention":
             return Needs(host_bytes=kv + spare + 2 * kv * 4 / x["elem_bytes"] + scores)
-        # A backend without a fused kernel materialises the scores; count them where it may.
-        extra = 3 * scores + kv if case.group == "attention_unfused" else 0.0
+        # Separate kernels hold the scores before and after the softmax, and the cache once more.
+        extra = 2 * scores * x["elem_bytes"] / 4 + kv if case.group in UNFUSED else 0.0
         return Needs(device_bytes=max(kv, spare) + kv + 4 * queries + extra)
     return Needs()
 

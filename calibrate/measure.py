@@ -22,6 +22,7 @@ from calibrate.presets import Preset
 from calibrate.record import Machine, Point, dump_point, read_points, whole_lines
 
 _FREE_SHARE = 0.9  # of what is free that a case may take
+_PAGEABLE_SHARE = 0.25  # of what is free that copies of pageable memory are spread over
 _IDLE_S = 0.5
 _LOAD_S = 1.0
 
@@ -110,6 +111,7 @@ class Runner:
         self._bench, self._preset = bench, preset
         self._file: ScratchFile | None = None
         self._seed = int(bench.rng.integers(2**31))
+        self._pageable_bytes = min(preset.pageable_bytes, int(_PAGEABLE_SHARE * free_host_bytes()))
 
     def close(self) -> None:
         """Remove the scratch file."""
@@ -158,7 +160,7 @@ class Runner:
         if group in DISK:
             return self._disk(case)
         if group in LINKS:
-            return bench_links.link(bench, group, x, rotate), {}
+            return bench_links.link(bench, group, x, rotate, self._pageable_bytes), {}
         if group in DUPLEX:
             return bench_links.duplex(bench, group, x, rotate), {}
         if group in ATTENTION:

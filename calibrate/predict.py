@@ -2,8 +2,8 @@
 
 Attention is priced by the cost model itself: a forward of one attention part with the profile's
 attention rates, less the same forward on a machine where attention is free. What readers get wrong
-is what a check is: the elementwise and unfused groups have no number of their own, their points
-test whether memory bandwidth and GEMM rate price them.
+is what a check is: the elementwise group has no number of its own, its points test whether memory
+bandwidth prices it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from calibrate.grid import ATTENTION, CHECKS, kv_bytes
+from calibrate.grid import ATTENTION, UNFUSED, kv_bytes
 from policies.cost.flops import causal_pairs
 from policies.cost.model import CostModel
 from policies.placement import ON_GPU, ON_HOST, Placement
@@ -29,14 +29,16 @@ def work(group: str, x: Mapping[str, float]) -> float:
     """What a point amounts to: bytes, or FLOPs for GEMM, prefill and window; 1 if it has no size.
 
     Attention FLOPs count each causal pair once, both products: ``4 * batch * heads * head_dim *
-    pairs``.
+    pairs``. Unfused prefill amounts to scores: ``batch * heads * queries * keys``.
     """
     if group == "gemm":
         return 2.0 * x["rows"] * x["k"] * x["n"]
     if group in ("attention_prefill", "attention_window"):
         pairs = causal_pairs(int(x["queries"]), int(x["keys"]))
         return 4.0 * x["batch"] * x["n_heads"] * x["head_dim"] * pairs
-    if group in ("attention_decode", "attention_unfused", "cpu_attention"):
+    if group == "attention_unfused_prefill":
+        return x["batch"] * x["n_heads"] * x["queries"] * x["keys"]
+    if group in ("attention_decode", "attention_unfused_decode", "cpu_attention"):
         return kv_bytes(x)
     if group == "hbm":
         return 2.0 * x["nbytes"]  # read and written
@@ -86,7 +88,7 @@ def _attention_s(hardware: HardwareProfile, group: str, x: Mapping[str, float]) 
         n_recompute=0 if prefill else queries - 1,
         n_ctx=0 if prefill else keys - 1,
     )
-    asked = replace(op, attention=Attention.UNFUSED) if group in CHECKS else op
+    asked = replace(op, attention=Attention.UNFUSED) if group in UNFUSED else op
     quick = replace(hardware, launch_s=0.0)  # what the launches floor is not attention's
     free = replace(
         quick,

@@ -21,11 +21,13 @@ class Preset:
     """Amounts per group; ``held_*`` are the held-out ones. Sizes in bytes.
 
     ``rotate_bytes``: operands are cycled through at least this much memory, so that no cache holds
-    them. A window point whose context is no longer than its queries is a prefill.
+    them. ``pageable_bytes``: copies of pageable memory come from all over this much of it, because
+    their rate depends on where a page lies. Windows have no more queries than keys.
     """
 
     elem_bytes: int
     rotate_bytes: int
+    pageable_bytes: int
     link_bytes: tuple[int, ...]
     held_link_bytes: tuple[int, ...]
     duplex_bytes: tuple[int, ...]
@@ -49,7 +51,10 @@ class Preset:
     window_contexts: tuple[int, ...]
     window_batch: int
     held_window: tuple[tuple[int, int], ...]  # (queries, context)
-    unfused: tuple[tuple[int, int, int], ...]  # (batch, queries, context)
+    unfused_contexts: tuple[int, ...]
+    unfused_batches: tuple[int, ...]
+    unfused_tokens: int  # of a prefill
+    held_unfused: tuple[tuple[int, int, int], ...]  # (batch, queries, context)
     elementwise: tuple[tuple[int, int, int], ...]  # (rows, d_model, d_ffn)
     cpu_attention: tuple[tuple[int, int], ...]  # (context, batch)
     cpu_read_bytes: tuple[int, ...]
@@ -67,6 +72,7 @@ _THIRTEEN_B = ((5120, 15360), (5120, 20480), (13824, 5120))
 FULL = Preset(
     elem_bytes=2,
     rotate_bytes=256 * MIB,
+    pageable_bytes=16 * GIB,
     link_bytes=_powers(64 * KIB, GIB, 4),
     held_link_bytes=(3 * MIB, 48 * MIB, 400 * MIB),
     duplex_bytes=(16 * MIB, 64 * MIB, 256 * MIB),
@@ -86,11 +92,14 @@ FULL = Preset(
     prefill_contexts=_powers(128, 8192),
     prefill_tokens=16384,
     held_prefill=(768, 3000),
-    window_queries=(16, 64, 128, 256, 512),
+    window_queries=(16, 64, 128, 256, 512, 1024, 2048, 4096),
     window_contexts=_powers(512, 8192),
     window_batch=16,
-    held_window=((96, 1500), (384, 3000)),
-    unfused=((16, 1, 1024), (16, 1, 4096), (8, 512, 512)),
+    held_window=((96, 1500), (384, 3000), (1500, 6000)),
+    unfused_contexts=_powers(128, 4096),
+    unfused_batches=(4, 16),
+    unfused_tokens=8192,
+    held_unfused=((16, 1, 1536), (8, 768, 768), (2, 3000, 3000), (4, 256, 1500)),
     elementwise=((64, 7168, 28672), (2048, 7168, 28672), (16384, 7168, 28672)),
     cpu_attention=((512, 4), (2048, 4), (512, 16)),
     cpu_read_bytes=(256 * MIB, GIB),
@@ -99,6 +108,7 @@ FULL = Preset(
 SMALL = Preset(
     elem_bytes=4,
     rotate_bytes=64 * MIB,
+    pageable_bytes=256 * MIB,
     link_bytes=_powers(64 * KIB, 64 * MIB, 4),
     held_link_bytes=(3 * MIB, 24 * MIB),
     duplex_bytes=(4 * MIB, 16 * MIB),
@@ -118,11 +128,14 @@ SMALL = Preset(
     prefill_contexts=_powers(64, 1024),
     prefill_tokens=1024,
     held_prefill=(192, 384),
-    window_queries=(8, 32, 64),
+    window_queries=(8, 32, 64, 256),
     window_contexts=_powers(128, 1024),
     window_batch=4,
     held_window=((24, 200), (48, 400)),
-    unfused=((4, 1, 256), (2, 128, 128)),
+    unfused_contexts=_powers(64, 1024),
+    unfused_batches=(4,),
+    unfused_tokens=1024,
+    held_unfused=((4, 1, 400), (2, 192, 192), (2, 64, 400)),
     elementwise=((16, 512, 2048), (512, 512, 2048)),
     cpu_attention=((128, 4), (512, 4)),
     cpu_read_bytes=(64 * MIB,),
@@ -131,6 +144,7 @@ SMALL = Preset(
 TINY = Preset(
     elem_bytes=4,
     rotate_bytes=MIB,
+    pageable_bytes=8 * MIB,
     link_bytes=(256 * KIB, MIB, 4 * MIB),
     held_link_bytes=(3 * MIB,),
     duplex_bytes=(4 * MIB,),
@@ -150,11 +164,14 @@ TINY = Preset(
     prefill_contexts=(64, 128, 256),
     prefill_tokens=256,
     held_prefill=(96,),
-    window_queries=(8, 32),
+    window_queries=(8, 32, 128),
     window_contexts=(64, 256),
     window_batch=2,
     held_window=((16, 128),),
-    unfused=((2, 1, 64),),
+    unfused_contexts=(64, 256),
+    unfused_batches=(2,),
+    unfused_tokens=256,
+    held_unfused=((2, 1, 128), (2, 32, 128)),
     elementwise=((64, 128, 512),),
     cpu_attention=((64, 2),),
     cpu_read_bytes=(4 * MIB,),

@@ -30,7 +30,13 @@ from calibrate.quality import (
 from calibrate.record import Point, one_machine
 from policies.run_request import hardware_to_mapping
 from policies.spec.curve import Curve, Grid
-from policies.spec.hardware import HardwareProfile, Link, Provenance, ProvenanceKind
+from policies.spec.hardware import (
+    OPTIONAL,
+    HardwareProfile,
+    Link,
+    Provenance,
+    ProvenanceKind,
+)
 from policies.spec.hardware_build import hardware_from_mapping
 
 _DIGITS = 5
@@ -51,9 +57,11 @@ _HOW = {
     "duplex": "rate of a copy while the other direction is busy over its rate alone",
     "hbm_bytes_per_s": "device-to-device copy, bytes read plus bytes written",
     "gemm": "torch linear, weights rotated: total FLOPs over total time of all shapes",
-    "attention_decode": "torch SDPA, one query, token-major KV: median weighted by bytes",
-    "attention_prefill": "torch SDPA, causal, token-major KV: median weighted by FLOPs",
-    "attention_window": "torch SDPA, causal lower right, token-major KV: median weighted by FLOPs",
+    "attention_decode": "the engine's fused attention, one query: median weighted by bytes",
+    "attention_prefill": "the engine's fused attention, causal: median weighted by FLOPs",
+    "attention_window": "the engine's fused attention, last queries: median weighted by FLOPs",
+    "attention_unfused_decode": "the engine's separate kernels, one query: median by bytes",
+    "attention_unfused_prefill": "the engine's separate kernels: median by scores",
     "cpu_attention_bytes_per_s": "torch SDPA in float32 over KV in host memory, all threads",
     "cpu_bytes_per_s": "torch sum over host memory, all threads",
     "launch_s": "host time to issue one small torch linear",
@@ -72,9 +80,8 @@ class Fitted:
 def fit_profile(points: Sequence[Point], name: str) -> Fitted:
     """Fit all numbers of a profile; ``ValueError`` naming the groups that lack points."""
     machine = one_machine(points)
-    lacking = [
-        field for field in GROUPS_OF if field not in _DISK_GUESS and not fit_points(points, field)
-    ]
+    may_lack = {*_DISK_GUESS, *OPTIONAL}
+    lacking = [f for f in GROUPS_OF if f not in may_lack and not fit_points(points, f)]
     if lacking or not _readings(points, "memory"):
         what = ", ".join([*lacking, *([] if _readings(points, "memory") else ["memory"])])
         raise ValueError(
@@ -111,6 +118,7 @@ def _fitted_values(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, s
         "attention_decode": fit.fit_decode(used["attention_decode"]),
         "attention_prefill": fit.fit_prefill(used["attention_prefill"]),
         "attention_window": fit.fit_window(used["attention_window"]),
+        **_unfused(used),
         "cpu_attention_bytes_per_s": fit.fit_rate(used["cpu_attention_bytes_per_s"]),
         "cpu_bytes_per_s": fit.fit_rate(used["cpu_bytes_per_s"]),
         "launch_s": fit.fit_scalar(used["launch_s"]),
@@ -121,6 +129,17 @@ def _fitted_values(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, s
     if not 0.5 <= duplex <= 1.05:
         notes["duplex"] = f"measured {duplex:.2f}, a profile holds 0.5 to 1"
     return values, notes
+
+
+def _unfused(used: Mapping[str, Sequence[Point]]) -> dict[str, Curve]:
+    """Both curves of attention by separate kernels, or none: the cost model counts passes then."""
+    decode, prefill = used["attention_unfused_decode"], used["attention_unfused_prefill"]
+    if not decode or not prefill:
+        return {}
+    return {
+        "attention_unfused_decode": fit.fit_decode(decode),
+        "attention_unfused_prefill": fit.fit_unfused_prefill(prefill),
+    }
 
 
 def _stated_values(

@@ -37,6 +37,8 @@ GROUPS_OF: Mapping[str, tuple[str, ...]] = {
     "attention_decode": ("attention_decode",),
     "attention_prefill": ("attention_prefill",),
     "attention_window": ("attention_window",),
+    "attention_unfused_decode": ("attention_unfused_decode",),
+    "attention_unfused_prefill": ("attention_unfused_prefill",),
     "cpu_attention_bytes_per_s": ("cpu_attention",),
     "cpu_bytes_per_s": ("cpu_read",),
     "launch_s": ("launch",),
@@ -117,7 +119,7 @@ def assess(
     for field in (*GROUPS_OF, *CHECKS):
         used = fit_points(points, field) if field in GROUPS_OF else ()
         held = held_points(points, field)
-        if not used and not held:
+        if (not used and not held) or getattr(hardware, field, 0.0) is None:
             continue
         errors = [abs(error(hardware, p)) for p in used]
         off = [abs(error(hardware, p)) for p in held]
@@ -187,10 +189,15 @@ def leave_one_out_curve(curve: Curve) -> tuple[float, ...]:
 
 
 def leave_one_out_grid(grid: Grid) -> tuple[float, ...]:
-    """The same along both axes of a grid."""
-    columns = [Curve(grid.x, tuple(row[j] for row in grid.z)) for j in range(len(grid.y))]
-    rows = [Curve(grid.y, row) for row in grid.z]
-    return tuple(e for curve in (*columns, *rows) for e in leave_one_out_curve(curve))
+    """The same along both axes of a window grid, where it has no more queries than keys."""
+    lines: list[Curve] = []
+    for j, keys in enumerate(grid.y):
+        queries = tuple(q for q in grid.x if q <= keys)
+        lines.append(Curve(queries, tuple(row[j] for row in grid.z[: len(queries)])))
+    for row, fewest in zip(grid.z, grid.x, strict=True):
+        contexts = tuple(keys for keys in grid.y if keys >= fewest)
+        lines.append(Curve(contexts, row[len(row) - len(contexts) :]))
+    return tuple(e for line in lines for e in leave_one_out_curve(line))
 
 
 def table(qualities: Sequence[Quality]) -> list[tuple[str, ...]]:

@@ -108,7 +108,7 @@ def replay(request: RunRequest, hardware: HardwareProfile) -> Replayed:
     decided: list[StepDecision] = []
 
     def observe(g: int, s: int, decision: Decision) -> None:
-        decided.extend(step_decisions(blocks[g], s, decision.n_recompute, decision.slices))
+        decided.extend(step_decisions(blocks[g], s, decision))
 
     ops = tuple(request.plan(belief, observe))
     trace = SimBackend(plant, hardware.duplex).run(ops)

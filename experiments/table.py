@@ -19,7 +19,8 @@ from experiments.load import CHOICES, OVERRIDE, SIZES
 
 _REASON = 40  # characters of a failure's reason; results.csv has all of it
 _SERVING = ("admission", "prefix", "routing")
-_KEYS = (*CHOICES, *SIZES, *_SERVING)
+_PHASE = ("weights",)
+_KEYS = (*CHOICES, *SIZES, *_SERVING, *_PHASE)
 
 
 def significant(value: float) -> str:
@@ -66,6 +67,14 @@ _MEASURES = (
     _Column("kappa_crit_peak", "peak\nFP16", significant, rank=2),
     _Column("kappa_crit_paper", "paper", significant),
     _Column("recompute_gain_bound", "recompute\ngains <=", lambda v: f"{v:.1%}", rank=3),
+    # the best mix of three sources
+    _Column("region", "best mix", str),
+    _Column("share_kv", "KV", lambda v: f"{v:.1%}", rank=2),
+    _Column("share_input", "inputs", lambda v: f"{v:.1%}", rank=2),
+    _Column("share_recompute", "recom-\npute", lambda v: f"{v:.1%}", rank=2),
+    _Column("gain_over_load_all", "x load\nall", lambda v: f"{v:.3f}"),
+    _Column("gain_over_two_sources", "x load or\nrecompute", lambda v: f"{v:.3f}", rank=1),
+    _Column("limit", "limit", str, rank=3),
 )
 
 

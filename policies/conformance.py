@@ -134,6 +134,8 @@ def _check_buffers(policy: Policy, planned: Callable[[], _Plan]) -> None:
         "gpu/weight slot/": policy.buffers.weight_slots,
         "gpu/kv in/": policy.buffers.kv_in_slots,
         "gpu/kv out/": policy.buffers.kv_out_slots,
+        "gpu/inputs in/": policy.buffers.input_slots,
+        "gpu/inputs out/": policy.buffers.input_slots,
     }
     used: dict[str, set[Slot]] = {name: set() for name in booked}
     for op in planned().ops:

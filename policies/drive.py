@@ -7,10 +7,11 @@ step s+1 will recompute. So the loop hands a policy two decisions: the one in fo
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from policies.cost.model import CostModel
+from policies.homes import Held, Homes, Source
 from policies.placement import Placement
 from policies.plan.memory import Buffers
 from policies.plan.op import Kind, Op
@@ -24,24 +25,35 @@ from policies.trace.span import Trace
 class Decision:
     """What a policy chose for one step.
 
-    ``n_recompute[b]`` cached tokens (the tail, N_r) of batch b are recomputed, the rest loaded.
-    ``slices[b]`` pieces of the next layer's weights move while batch b computes; their sum is the
-    number of pieces that a layer is cut into. ``solver`` and ``solve_s`` say who decided and what
-    that took (0 when the decision was cached).
+    ``n_recompute[b]`` cached tokens (the tail, N_r) of batch b are recomputed, and so are the
+    first ``n_front[b]``; the others come from their homes. Of the tokens that the step before
+    stores, the first ``n_inputs[b]`` are stored as layer inputs, not as KV. ``on_cpu[b]`` is 1
+    where the batch attends on the CPU. ``slices[b]`` pieces of the next layer's weights move while
+    batch b computes; their sum is the number of pieces that a layer is cut into. ``solver`` and
+    ``solve_s`` say who decided and what that took (0 when the decision was cached). Tuples that
+    are left out are all 0.
     """
 
     n_recompute: tuple[int, ...]
     slices: tuple[int, ...]
     solver: str = ""
     solve_s: float = 0.0
+    n_front: tuple[int, ...] = ()
+    n_inputs: tuple[int, ...] = ()
+    on_cpu: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.n_recompute) != len(self.slices):
-            raise ValueError(
-                f"decision: {len(self.n_recompute)} recompute counts for {len(self.slices)} batches"
-            )
-        if any(n < 0 for n in self.n_recompute):
+        n = len(self.slices)
+        if len(self.n_recompute) != n:
+            raise ValueError(f"decision: {len(self.n_recompute)} recompute counts for {n} batches")
+        if any(count < 0 for count in self.n_recompute):
             raise ValueError(f"decision.n_recompute: {self.n_recompute} must be >= 0")
+        for name in ("n_front", "n_inputs", "on_cpu"):
+            counts = getattr(self, name)
+            if not counts:
+                object.__setattr__(self, name, (0,) * n)
+            elif len(counts) != n or any(count < 0 for count in counts):
+                raise ValueError(f"decision.{name}: {counts} must be {n} counts >= 0")
         if any(n < 0 for n in self.slices) or sum(self.slices) < 1:
             raise ValueError(f"decision.slices: {self.slices} must be >= 0 and sum to >= 1")
 
@@ -60,7 +72,7 @@ class StepContext:
     hardware: HardwareProfile
     placement: Placement
     belief: CostModel
-    n_stored: tuple[int, ...]
+    homes: tuple[Homes, ...]
     memo: dict[Hashable, Decision] = field(compare=False)
 
     @property
@@ -77,6 +89,22 @@ class StepContext:
     def n_batches(self) -> int:
         """Batches of the block."""
         return len(self.block.batches)
+
+    @property
+    def n_stored(self) -> tuple[int, ...]:
+        """Tokens that have a home, per batch: the first so many."""
+        return tuple(homes.n_stored for homes in self.homes)
+
+    def ranges(self, batch: int) -> tuple[Held, ...]:
+        """Ranges that tile ``[0, n_stored)`` of a batch: what its homes hold."""
+        homes = self.homes[batch]
+        return tuple(homes.ranges(0, homes.n_stored))
+
+    def n_from(self, source: Source, batch: int, decision: Decision) -> int:
+        """Tokens of a batch that this step takes from homes of KV, or from those of inputs."""
+        start, stop = decision.n_front[batch], self.n_ctx()[batch] - decision.n_recompute[batch]
+        held = self.homes[batch].ranges(start, stop)
+        return sum(piece.stop - piece.start for piece in held if piece.source is source)
 
     def n_ctx(self, step: int | None = None) -> tuple[int, ...]:
         """Tokens cached before a step, per batch: 0 in prefill, prompt_len + s - 1 in decode."""
@@ -152,11 +180,11 @@ def _drive_block(
     memo: dict[Hashable, Decision],
     observe: Observer,
 ) -> Iterator[Op]:
-    stored = (0,) * len(block.batches)
+    homes = (Homes(),) * len(block.batches)
 
     def context(step: int) -> StepContext:
         return StepContext(
-            step, block, belief.model, belief.hardware, belief.placement, belief, stored, memo
+            step, block, belief.model, belief.hardware, belief.placement, belief, homes, memo
         )
 
     now = policy.decide(context(0))
@@ -166,6 +194,25 @@ def _drive_block(
         observe(block.index, step, now)
         yield from policy.step(ctx, now, then)
         if then is not None:
-            reach = zip(stored, ctx.n_ctx(step + 1), then.n_recompute, strict=True)
-            stored = tuple(max(have, n_ctx - n_r) for have, n_ctx, n_r in reach)
+            homes = stored_after(homes, ctx.n_ctx(step + 1), then)
             now = then
+
+
+def stored_after(
+    homes: tuple[Homes, ...], n_ctx: tuple[int, ...], then: Decision
+) -> tuple[Homes, ...]:
+    """Homes once a step has stored what the next one, of context ``n_ctx``, will not recompute."""
+    reach = zip(homes, n_ctx, then.n_recompute, then.n_inputs, strict=True)
+    return tuple(held.append(n - n_r, n_inputs) for held, n, n_r, n_inputs in reach)
+
+
+def with_inputs(
+    then: Decision, heads: tuple[int, ...], n_stored: tuple[int, ...], n_ctx: tuple[int, ...]
+) -> Decision:
+    """A decision whose head tokens are stored as layer inputs: token t of batch b if t < heads[b].
+
+    ``n_stored`` tokens have a home already, ``n_ctx`` is the context of the decision's step.
+    """
+    reach = zip(heads, n_stored, n_ctx, then.n_recompute, strict=True)
+    n_inputs = tuple(max(0, min(head, n - n_r) - stored) for head, stored, n, n_r in reach)
+    return replace(then, n_inputs=n_inputs)

@@ -15,10 +15,11 @@ from policies.drive import Decision, StepContext
 from policies.placement import Placement, flexgen_placement
 from policies.plan.memory import Buffers, place
 from policies.plan.op import Attention, Op
-from policies.schedule import Zigzag, zigzag
+from policies.schedule import zigzag
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
+from policies.step_ops import Zigzag
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,16 +46,30 @@ ON_HOST = Shares(0.0, 1.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Homes of a run: weights per layer as (attention, MLP), KV per block, activations."""
+    """Homes of a run: weights per layer as (attention, MLP), KV per block, activations.
+
+    ``inputs`` books homes of layer inputs: per block and batch, how many of a sequence's tokens
+    have them in place of homes of KV (empty: none). They lie where ``kv`` says.
+    """
 
     weights: tuple[tuple[Shares, Shares], ...]
     kv: tuple[Shares, ...]
     act: Shares = ON_GPU
+    inputs: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.act.disk > 0:
             share = f"{100 * self.act.disk:g} %"
             raise ValueError(f"placement of activations: must not use the disk, has {share} there")
+        if self.inputs and len(self.inputs) != len(self.kv):
+            raise ValueError(
+                f"placement.inputs: {len(self.inputs)} blocks, must be the {len(self.kv)} of kv"
+            )
+
+    def home_bytes(self, model: ModelSpec, block: Block) -> tuple[int, int]:
+        """Bytes of a block's homes at its longest: of KV, and of layer inputs."""
+        inputs = self.inputs[block.index] if self.inputs else (0,) * len(block.batches)
+        return home_bytes(model, block, inputs)
 
     def weight_bytes(self, model: ModelSpec, layer: int, scope: Scope, tier: str) -> int:
         """Bytes of a layer's weights (or its attention or MLP) whose home is ``tier``."""
@@ -92,8 +106,20 @@ class Placement:
 
 def block_kv_bytes(model: ModelSpec, block: Block) -> int:
     """KV bytes of a block at its longest."""
-    tokens = sum(b.n_seqs * (b.prompt_len + block.max_new - 1) for b in block.batches)
-    return round(tokens * model.kv_bytes_per_token)
+    return home_bytes(model, block, (0,) * len(block.batches))[0]
+
+
+def home_bytes(model: ModelSpec, block: Block, inputs: Sequence[int]) -> tuple[int, int]:
+    """Bytes of homes of KV and of layer inputs; ``inputs[b]`` tokens a sequence have the latter."""
+    kv_tokens = input_tokens = 0
+    for batch, n_inputs in zip(block.batches, inputs, strict=True):
+        tokens = batch.prompt_len + block.max_new - 1
+        if not 0 <= n_inputs <= tokens:
+            raise ValueError(f"placement.inputs: {n_inputs} must be in 0..{tokens}")
+        kv_tokens += batch.n_seqs * (tokens - n_inputs)
+        input_tokens += batch.n_seqs * n_inputs
+    layer_input = model.n_layers * model.d_model * ACT_BYTES_PER_ELEM
+    return round(kv_tokens * model.kv_bytes_per_token), input_tokens * layer_input
 
 
 def host_placement(
@@ -104,11 +130,13 @@ def host_placement(
     kv_on_gpu: bool = False,
     resident_layers: int = 0,
     host_buffer_bytes: int = 0,
+    inputs: tuple[tuple[int, ...], ...] = (),
 ) -> Placement:
     """Everything in host memory; what overflows it goes to disk, KV first, then weights.
 
     ``resident_layers`` leading layers stay on the GPU. ``host_buffer_bytes`` is host memory that
-    the policy needs for itself. Whether the result fits the tiers is the memory plan's question.
+    the policy needs for itself, ``inputs`` as in ``Placement``. Whether the result fits the tiers
+    is the memory plan's question.
     """
     room = max(0.0, hardware.usable_bytes("host") - host_buffer_bytes)
     streamed = sum(model.layer_bytes(i) for i in range(resident_layers, model.n_layers))
@@ -118,11 +146,11 @@ def host_placement(
     layers = tuple(here if i < resident_layers else there for i in range(model.n_layers))
     room = max(0.0, room - streamed * away.host)  # what weights fill leaves a rounding error
     kv = []
-    for block in blocks:
-        need = block_kv_bytes(model, block)
+    for i, block in enumerate(blocks):
+        need = sum(home_bytes(model, block, inputs[i] if inputs else (0,) * len(block.batches)))
         on_disk = max(0.0, 1.0 - room / need) if need else 0.0
         kv.append(ON_GPU if kv_on_gpu else Shares(0.0, 1.0 - on_disk, on_disk))
-    return Placement(weights=layers, kv=tuple(kv))
+    return Placement(weights=layers, kv=tuple(kv), inputs=inputs)
 
 
 def flexgen_placement(

@@ -55,6 +55,26 @@ def kv_out(turn: int) -> Slot:
     return Slot(f"gpu/kv out/{turn}", Tier.GPU)
 
 
+def host_inputs(layer: int, batch: int) -> Slot:
+    """Home of a batch's layer inputs in host memory."""
+    return Slot(f"host/inputs/l{layer}/b{batch}", Tier.HOST)
+
+
+def disk_inputs(layer: int, batch: int) -> Slot:
+    """Home of a batch's layer inputs on disk."""
+    return Slot(f"disk/inputs/l{layer}/b{batch}", Tier.DISK)
+
+
+def inputs_in(turn: int) -> Slot:
+    """Buffer of one batch's loaded layer inputs."""
+    return Slot(f"gpu/inputs in/{turn}", Tier.GPU)
+
+
+def inputs_out(turn: int) -> Slot:
+    """Buffer of the layer inputs that one batch still has to store."""
+    return Slot(f"gpu/inputs out/{turn}", Tier.GPU)
+
+
 def staging(slot: Slot, part: int | None = None) -> Slot:
     """Pinned host buffer between the disk and ``slot``."""
     suffix = "" if part is None else f"/{part}"

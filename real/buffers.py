@@ -8,21 +8,24 @@ driver.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from policies.homes import Source
 from policies.plan.op import Scope, Slot, Tier
 from real.architecture import POSITION_OFFSET, Numerics, rope_tables
 from real.arena import HostArena
 from real.attention import padding_mask
 from real.disk import DiskStore
 from real.geometry import Geometry
+from real.homes import Tokens
 from real.memory import ffn_width, max_positions
 from real.model import EdgeWeights, Rotation
-from real.scan import Rows, Scan
+from real.scan import Scan
 from real.weights import WeightHomes
 
 _ALIGN = 256  # bytes; GPU kernels want 16
@@ -32,20 +35,22 @@ _ALIGN = 256  # bytes; GPU kernels want 16
 class BatchState:
     """Token ids and, where sequences are padded, what depends on their positions.
 
-    ``rotation`` and ``mask`` of a padded batch are set when a step embeds its tokens and serve all
-    layers of that step.
+    Rotations and masks of a padded batch are set when a step embeds its tokens and serve all layers
+    of that step. Each range of tokens whose K and V the step makes has a number.
     """
 
     tokens: Tensor  # [prompt_len + max_new, S] int64, token-major
     pad: Tensor | None = None  # [S] int64, tokens of padding in front
-    rotation: Rotation = field(default_factory=Rotation)
-    mask: Tensor | None = None  # [S, T, K] bool
+    rotations: dict[int, Rotation] = field(default_factory=dict)
+    masks: dict[int, Tensor] = field(default_factory=dict)  # [S, T, K] bool
 
-    def get_mask(self) -> Tensor:
-        """The mask of the step in hand."""
-        if self.mask is None:
-            raise AssertionError("attention: a padded batch has no mask yet")
-        return self.mask
+    def rotation(self, number: int) -> Rotation:
+        """The rotation of a range; the step in hand fills it."""
+        return self.rotations.setdefault(number, Rotation())
+
+    def mask_of(self, number: int) -> Callable[[], Tensor] | None:
+        """Says the mask of a range in the step in hand; None where no sequence is padded."""
+        return None if self.pad is None else partial(self.masks.__getitem__, number)
 
 
 @dataclass(slots=True)
@@ -148,9 +153,9 @@ class Buffers:
 
     # ---- views ----------------------------------------------------------------------------
 
-    def kv_rows(self, slot: Slot, block: int, batch: int) -> Tensor:
-        """A GPU KV slot as ``[tokens, row]`` of a batch, all columns."""
-        row = self.geometry.columns(block, batch).row
+    def rows(self, slot: Slot, block: int, batch: int, source: Source = Source.KV) -> Tensor:
+        """A GPU slot of KV or layer inputs as ``[tokens, row]`` of a batch, all columns."""
+        row = self.geometry.columns(block, batch, source).row
         flat = self.typed(self.slots[slot])
         return flat[: flat.numel() // row * row].view(-1, row)
 
@@ -171,42 +176,55 @@ class Buffers:
 
     # ---- positions ------------------------------------------------------------------------
 
-    def rotation(self, state: BatchState, rows: Rows) -> Rotation:
-        """Rotary tables of a step: views where all sequences have the same positions."""
+    def rotation(self, state: BatchState, number: int, tokens: Tokens) -> Rotation:
+        """Rotary tables of a range: views where all sequences have the same positions."""
         if self.cos is None or self.sin is None:
             return Rotation()
         if state.pad is not None:
-            return state.rotation  # filled by ``prepare_step``
+            return state.rotation(number)  # filled by ``prepare_step``
         tables = (self.cos, self.sin)
-        cos, sin = (t[rows.start : rows.stop].view(rows.n_tokens, 1, 1, -1) for t in tables)
+        cos, sin = (t[slice(*tokens)].view(tokens.n_tokens, 1, 1, -1) for t in tables)
         return Rotation(cos, sin)
 
-    def positions(self, state: BatchState, rows: Rows) -> Tensor | None:
-        """Rows of the learned position table of a step, None where they must be gathered."""
+    def positions(self, state: BatchState, tokens: Tokens) -> Tensor | None:
+        """Rows of the learned position table of a range, None where they must be gathered."""
         table = self.edge.positions
         if table is None or state.pad is not None:
             return None
-        first = POSITION_OFFSET + rows.start
-        return table[first : first + rows.n_tokens].unsqueeze(1)  # [T, 1, d]
+        first = POSITION_OFFSET + tokens.start
+        return table[first : first + tokens.n_tokens].unsqueeze(1)  # [T, 1, d]
 
-    def prepare_step(self, state: BatchState, places: Tensor, rows: Rows) -> Tensor | None:
-        """Mask and positions of a padded step; ``places [T, S]`` are its tokens' positions."""
+    def prepare_step(
+        self, state: BatchState, computed: Sequence[Tokens], projected: Sequence[Tokens]
+    ) -> None:
+        """Masks of what a padded step computes, and rotary tables of that and of what it projects.
+
+        Ranges are numbered in this order.
+        """
         if state.pad is None:
+            return
+        for number, tokens in enumerate(computed):
+            state.masks[number] = padding_mask(state.pad, tokens.n_tokens, tokens.stop)
+        if self.cos is None or self.sin is None:
+            return
+        for number, tokens in enumerate((*computed, *projected)):
+            places = _places(state.pad, tokens)  # [T, S]
+            shape, flat = (*places.shape, 1, -1), places.view(-1)
+            rotation = state.rotation(number)
+            rotation.cos = self.cos.index_select(0, flat).view(shape)  # [T, S, 1, D / 2]
+            rotation.sin = self.sin.index_select(0, flat).view(shape)
+
+    def gather_positions(self, state: BatchState, tokens: Tokens) -> Tensor | None:
+        """Rows ``[T * S, d]`` of the learned position table for a range of a padded batch."""
+        if self.edge.positions is None or state.pad is None:
             return None
-        state.mask = padding_mask(state.pad, rows.n_tokens, rows.stop)
-        if self.cos is not None and self.sin is not None:
-            shape = (*places.shape, 1, -1)
-            flat = places.view(-1)
-            state.rotation.cos = self.cos.index_select(0, flat).view(shape)  # [T, S, 1, D / 2]
-            state.rotation.sin = self.sin.index_select(0, flat).view(shape)
-        if self.edge.positions is None:
-            return None
-        return self.edge.positions.index_select(0, places.view(-1) + POSITION_OFFSET)  # [T * S, d]
+        places = _places(state.pad, tokens).view(-1)
+        return self.edge.positions.index_select(0, places + POSITION_OFFSET)
 
 
-def places_of(pad: Tensor, rows: Rows) -> Tensor:
-    """Position of each token of a step in its own sequence ``[T, S]``; 0 for padding."""
-    at = torch.arange(rows.start, rows.stop, device=pad.device).unsqueeze(1)  # [T, 1]
+def _places(pad: Tensor, tokens: Tokens) -> Tensor:
+    """Position of each token of a range in its own sequence ``[T, S]``; 0 for padding."""
+    at = torch.arange(tokens.start, tokens.stop, device=pad.device).unsqueeze(1)  # [T, 1]
     return (at - pad).clamp_(min=0)
 
 

@@ -1,10 +1,11 @@
-"""Sizes of everything that moves: which bytes of a blob or a KV row have which home.
+"""Sizes of everything that moves: which bytes of a blob or of a row have which home.
 
-A KV row is one token of all sequences of a batch, ``sequences * 2 * kv_heads * head_dim`` elements.
-Homes split its columns: first the GPU's, then the host's, then the disk's; with whole sequences a
-home, columns are sequences. What readers get wrong: *payload* is what crosses the link, host
-columns of all tokens first and disk columns behind them, each contiguous in its home. Only a row
-that is split needs a landing buffer on the GPU, because only there payload and rows differ.
+A row is one token of all sequences of a batch: its KV, ``sequences * 2 * kv_heads * head_dim``
+elements, or its layer input, ``sequences * d_model``. Homes split its columns: first the GPU's,
+then the host's, then the disk's; with whole sequences a home, columns are sequences. What readers
+get wrong: *payload* is what crosses the link, host columns of all tokens first and disk columns
+behind them, each contiguous in its home. Only a row that is split needs a landing buffer on the
+GPU, because only there payload and rows differ.
 
 A share that cuts a row between two elements is rounded to one, so a payload may differ from the
 plan's bytes by less than an element a token; with whole sequences they are equal.
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from policies.cost.size import act_elems
+from policies.homes import Source
 from policies.placement import Placement
 from policies.plan.op import Op, Scope
 from policies.spec.model import ModelSpec
@@ -27,7 +29,7 @@ PAGE_BYTES = 4096  # what O_DIRECT wants offsets, lengths and addresses to be mu
 
 
 class Columns(NamedTuple):
-    """Elements of a KV row by home."""
+    """Elements of a row by home."""
 
     gpu: int
     host: int
@@ -91,9 +93,10 @@ class Geometry:
         """Elements of one token of one sequence in one layer."""
         return self.model.kv_elems_per_token_layer
 
-    def columns(self, block: int, batch: int) -> Columns:
-        """Split of a batch's KV row by home."""
-        row = self.blocks[block].batches[batch].n_seqs * self.kv_elems
+    def columns(self, block: int, batch: int, source: Source = Source.KV) -> Columns:
+        """Split by home of a batch's row: of KV, or of layer inputs."""
+        width = self.kv_elems if source is Source.KV else self.model.d_model
+        row = self.blocks[block].batches[batch].n_seqs * width
         shares = self.placement.kv[block]
         gpu, disk = round(row * shares.gpu), round(row * shares.disk)
         return Columns(gpu, row - gpu - disk, disk)
@@ -104,7 +107,7 @@ class Geometry:
         return Blob(total, self.placement.weight_bytes(self.model, layer, scope, "disk"))
 
     def act_elems(self, op: Op) -> int:
-        """Elements that an activation op moves."""
+        """Elements that an activation op moves, inputs apart."""
         tokens = op.n_seqs * (op.stop - op.start)
         share = self.placement.act.streamed if op.scope is Scope.LAYER else 1.0
         return round(tokens * act_elems(self.model, op.scope) * share)

@@ -16,6 +16,9 @@ _KV_IN = slots.kv_in(0).name.removesuffix("0")
 _KV_OUT = slots.kv_out(0).name.removesuffix("0")
 _STAGING = slots.staging(Slot("", Tier.GPU)).name
 _RELAY = slots.relay("", Slot("", Tier.GPU), 0).name.split()[0]
+_INPUTS_IN = slots.inputs_in(0).name.removesuffix("0")
+_INPUTS_OUT = slots.inputs_out(0).name.removesuffix("0")
+_HOST_INPUTS = slots.host_inputs(0, 0).name.removesuffix("l0/b0")
 _HOST_KV = slots.host_kv(0, 0).name.removesuffix("l0/b0")
 _GPU_KV = slots.resident_kv(0, 0).name.removesuffix("l0/b0")
 
@@ -28,6 +31,11 @@ def host_slots(touched: Iterable[Slot]) -> list[Slot]:
 def is_kv_home(slot: Slot) -> bool:
     """Whether a host slot is a home of KV, not a buffer on the way."""
     return slot.name.startswith(_HOST_KV)
+
+
+def is_home(slot: Slot) -> bool:
+    """Whether a host slot is a home of KV or of layer inputs."""
+    return slot.name.startswith((_HOST_KV, _HOST_INPUTS))
 
 
 def is_relay(slot: Slot) -> bool:
@@ -55,6 +63,16 @@ def stored_kv(op: Op) -> Slot | None:
     return next((s for s in op.writes if s.name.startswith(_KV_OUT)), None)
 
 
+def loaded_inputs(op: Op) -> Slot | None:
+    """The slot in which a forward finds loaded layer inputs."""
+    return next((s for s in op.reads if s.name.startswith(_INPUTS_IN)), None)
+
+
+def stored_inputs(op: Op) -> Slot | None:
+    """The slot in which a forward leaves layer inputs that are to be stored."""
+    return next((s for s in op.writes if s.name.startswith(_INPUTS_OUT)), None)
+
+
 def resident_kv(op: Op) -> Slot | None:
     """The home on the GPU that a forward extends."""
     return next((s for s in op.writes if s == slots.resident_kv(op.layer, op.batch)), None)
@@ -66,6 +84,10 @@ def group(slot: Slot) -> str:
         return "weight slots"
     if slot.name.startswith((_KV_IN, _KV_OUT)):
         return "KV slots"
+    if slot.name.startswith((_INPUTS_IN, _INPUTS_OUT)):
+        return "layer input slots"
     if slot.name.startswith((_HOST_KV, _GPU_KV)):
         return "KV"
+    if slot.name.startswith(_HOST_INPUTS):
+        return "layer inputs"
     return "staging" if slot.tier is Tier.HOST else "hidden states"

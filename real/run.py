@@ -265,7 +265,7 @@ def _decisions(
     decided: Sequence[tuple[int, int, Decision]], blocks: Sequence[Block]
 ) -> Iterator[StepDecision]:
     for g, step, decision in decided:
-        yield from step_decisions(blocks[g], step, decision.n_recompute, decision.slices)
+        yield from step_decisions(blocks[g], step, decision)
 
 
 def _checksum(tokens: Prompts) -> str:

@@ -8,7 +8,7 @@ every step and batch.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from policies.drive import Decision
 from policies.spec.workload import Block
@@ -22,8 +22,7 @@ class _Run:
     block: int
     first: int
     stop: int
-    n_recompute: tuple[int, ...]
-    slices: tuple[int, ...]
+    decision: Decision
 
 
 class DecisionLog(Collection[StepDecision]):
@@ -40,14 +39,13 @@ class DecisionLog(Collection[StepDecision]):
         self.solve_s += decision.solve_s
         if decision.solver:
             self.solvers.add(decision.solver)
-        n_recompute, slices = decision.n_recompute, decision.slices
+        chosen = replace(decision, solver="", solve_s=0.0)
         if self._runs and step:
             last = self._runs[-1]
-            same = last.n_recompute == n_recompute and last.slices == slices
-            if same and (last.block, last.stop) == (block, step):
+            if last.decision == chosen and (last.block, last.stop) == (block, step):
                 last.stop += 1
                 return
-        self._runs.append(_Run(block, step, step + 1, n_recompute, slices))
+        self._runs.append(_Run(block, step, step + 1, chosen))
 
     @property
     def n_recompute_mean(self) -> float | None:
@@ -55,18 +53,18 @@ class DecisionLog(Collection[StepDecision]):
         total = count = 0
         for run in self._runs:
             steps = run.stop - max(run.first, 1)  # step 0 is prefill
-            total += steps * sum(run.n_recompute)
-            count += steps * len(run.n_recompute)
+            total += steps * sum(run.decision.n_recompute)
+            count += steps * len(run.decision.slices)
         return total / count if count else None
 
     def __len__(self) -> int:
-        return sum((run.stop - run.first) * len(run.slices) for run in self._runs)
+        return sum((run.stop - run.first) * len(run.decision.slices) for run in self._runs)
 
     def __iter__(self) -> Iterator[StepDecision]:
         for run in self._runs:
             block = self._blocks[run.block]
             for step in range(run.first, run.stop):
-                yield from step_decisions(block, step, run.n_recompute, run.slices)
+                yield from step_decisions(block, step, run.decision)
 
     def __contains__(self, decision: object) -> bool:
         return any(row == decision for row in self)

@@ -1,6 +1,6 @@
-"""What a command runs: ``mode=offline`` (a policy over a job), ``serve`` or ``kappa``.
+"""What a command runs: ``mode=offline`` (a policy over a job), ``serve``, ``kappa`` or ``phase``.
 
-The offline mode is ``sim.run``; this is the edge of the other two, alone and in a sweep. What
+The offline mode is ``sim.run``; this is the edge of the others, alone and in a sweep. What
 readers get wrong: all modes share one configuration, and each refuses only what it reads; a key of
 another mode is not an error, or no configuration could be complete.
 """
@@ -20,6 +20,7 @@ from policies.spec.model import ModelSpec
 from sim import files
 from sim.kappa_report import kappa_line, print_kappa
 from sim.kappa_search import kappa_record
+from sim.phase import phase_case, phase_line, phase_record, print_phase
 from sim.serve_entry import serve_job, write_serve
 from sim.serve_report import serve_line, serve_table
 from sim.serve_settings import build_serve
@@ -27,7 +28,7 @@ from sim.settings import check_keys, group_of, model_of
 
 T = TypeVar("T")
 
-OFFLINE, SERVE, KAPPA = MODES = ("offline", "serve", "kappa")
+OFFLINE, SERVE, KAPPA, PHASE = MODES = ("offline", "serve", "kappa", "phase")
 
 
 def mode_of(config: Mapping[str, object]) -> str:
@@ -49,6 +50,11 @@ def run_alone(
         files.write_row(folder, row, config, files.provenance(config, overrides))
         print_kappa(model, hardware, console)
         return
+    if mode == PHASE:
+        found = phase_record(phase_case(config, overrides))
+        files.write_row(folder, found.as_row(), config, files.provenance(config, overrides))
+        print_phase(found, console)
+        return
     job = build_serve(config, overrides)
     outcome = with_bar("serving", "turns", lambda progress: serve_job(job, progress))
     write_serve(folder, job, outcome, config, files.provenance(config, overrides))
@@ -68,6 +74,10 @@ def run_in_sweep(
         record = kappa_record(*_machine(config, overrides))
         files.write_row(folder, record.as_row(), config, provenance)
         return record.status, kappa_line(label, overrides, record)
+    if mode == PHASE:
+        found = phase_record(phase_case(config, overrides))
+        files.write_row(folder, found.as_row(), config, provenance)
+        return found.status, phase_line(label, overrides, found)
     job = build_serve(config, overrides)
     outcome = serve_job(job)
     write_serve(folder, job, outcome, config, provenance)

@@ -117,16 +117,22 @@ def capped(hardware: HardwareProfile, power: PowerModel) -> HardwareProfile:
         most = flops * max(curve.y)
         return Curve(curve.x, tuple(min(memory * y, most) for y in curve.y))
 
-    window, decode = hardware.attention_window, hardware.attention_decode
+    def throttled(curve: Curve) -> Curve:
+        return Curve(curve.x, tuple(memory * y for y in curve.y))
+
+    window = hardware.attention_window
+    unfused = (hardware.attention_unfused_decode, hardware.attention_unfused_prefill)
     most = flops * max(max(row) for row in window.z)
     return replace(
         hardware,
         name=f"{hardware.name}@{power.cap_watts / hardware.n_gpus:.0f}W",
         hbm_bytes_per_s=memory * hardware.hbm_bytes_per_s,
         gemm=lowered(hardware.gemm),
-        attention_decode=Curve(decode.x, tuple(memory * y for y in decode.y)),
+        attention_decode=throttled(hardware.attention_decode),
         attention_prefill=lowered(hardware.attention_prefill),
         attention_window=Grid(
             window.x, window.y, tuple(tuple(min(memory * z, most) for z in row) for row in window.z)
         ),
+        attention_unfused_decode=unfused[0] and throttled(unfused[0]),
+        attention_unfused_prefill=unfused[1] and throttled(unfused[1]),
     )

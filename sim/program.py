@@ -212,11 +212,11 @@ class Programs:
 
     def _ask(self, sample: Op, numbers: list[int], block: int) -> tuple[float, int]:
         """Seconds and bytes of one op."""
-        part, n_parts, n_seqs, start, stop, n_new, n_recompute, n_ctx = numbers
+        part, n_parts, n_seqs, start, stop, n_new, n_recompute, n_ctx, *rest = numbers
         op = Op(
             sample.kind, block, sample.step, sample.layer, sample.batch, part, n_parts,
             sample.scope, n_seqs, start, stop, n_new, n_recompute, n_ctx, sample.attention,
-            sample.reads, sample.writes,
+            sample.reads, sample.writes, *rest,
         )  # fmt: skip
         self._n_prices += 1
         return checked_seconds(self._costs, op), int(self._costs.nbytes(op))

@@ -21,12 +21,13 @@ from policies.spec.hardware import PROVENANCE_KINDS, HardwareProfile, Link
 RESOURCES: Mapping[str, tuple[str, ...]] = {
     "link": ("h2d", "d2h", "h2d_pageable", "d2h_pageable"),
     "compute": ("gemm", "attention_prefill", "attention_window"),
-    "hbm": ("hbm_bytes_per_s", "attention_decode"),
+    "hbm": ("hbm_bytes_per_s", "attention_decode", "attention_unfused_decode",
+            "attention_unfused_prefill"),
     "host_cpu": ("host_copy", "cpu_attention_bytes_per_s", "cpu_bytes_per_s"),
     "disk": ("disk_read", "disk_write"),
     "gpu_memory": ("gpu_bytes",),
     "host_memory": ("host_bytes",),
-}
+}  # fmt: skip
 CAPACITIES = ("gpu_memory", "host_memory")
 # Relative standard deviations of numbers whose provenance states no residual: by how they were
 # found. They are judgements: repeated measurements differ by a few per cent, another machine of the
@@ -76,21 +77,27 @@ def sigmas(hardware: HardwareProfile, by_kind: Mapping[str, float]) -> dict[str,
 def draw(
     hardware: HardwareProfile, deviations: Mapping[str, float], rng: np.random.Generator
 ) -> dict[str, float]:
-    """Independent log-normal factors of every rate, one possible truth about ``hardware``.
+    """Independent log-normal factors of every rate it has, one possible truth about ``hardware``.
 
     The duplex factor is drawn again until the result lies in its domain [0.5, 1].
     """
-    factors = {n: math.exp(deviations[n] * rng.standard_normal()) for n in UNCERTAIN}
+    known = (name for name in UNCERTAIN if getattr(hardware, name) is not None)
+    factors = {n: math.exp(deviations[n] * rng.standard_normal()) for n in known}
     while not 0.5 <= hardware.duplex * factors["duplex"] <= 1.0:
         factors["duplex"] = math.exp(deviations["duplex"] * rng.standard_normal())
     return factors
 
 
 def with_factors(hardware: HardwareProfile, factors: Mapping[str, float]) -> HardwareProfile:
-    """``hardware`` with numbers multiplied; a link keeps its latency, a curve its shape."""
+    """``hardware`` with numbers multiplied; a link keeps its latency, a curve its shape.
+
+    A curve that the profile lacks stays lacking: what stands in for it scales with its own number.
+    """
     changed: dict[str, Any] = {}
     for name, factor in factors.items():
         value = getattr(hardware, name)
+        if value is None:
+            continue
         if isinstance(value, Link):
             changed[name] = Link(value.latency_s, value.bytes_per_s * factor)
         elif isinstance(value, Curve):

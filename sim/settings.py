@@ -39,6 +39,7 @@ from sim.run import RunSpec
 GROUPS = ("model", "hardware", "workload", "policy")
 _READ_HERE = (*GROUPS, "seed", "trace", "engine", "belief")
 READ_BY_SERVING = ("mode", "serve", "admission", "prefix", "routing", "fleet")
+_READ_BY_PHASE = ("phase",)
 _READ_BY_SWEEPS = AROUND
 
 
@@ -67,7 +68,7 @@ def build(config: Mapping[str, object], overrides: Collection[str] = ()) -> RunS
 
 def check_keys(config: Mapping[str, object]) -> None:
     """``ValueError`` for a key of a composed configuration that no mode reads."""
-    known = (*_READ_HERE, *READ_BY_SERVING, *_READ_BY_SWEEPS)
+    known = (*_READ_HERE, *READ_BY_SERVING, *_READ_BY_PHASE, *_READ_BY_SWEEPS)
     for key in config:
         if key not in known:
             raise ValueError(unknown_key("", key, known))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from policies.cost.model import CostModel
 from policies.drive import Decision, Policy, StepContext
+from policies.homes import Homes
 from policies.placement import Placement, Shares
 from policies.plan.op import Kind, Op, Slot
 from policies.spec.workload import Batch, Block
@@ -28,10 +29,13 @@ from sim.cut import Cut
 from sim.symbol import Affine, Guard, Number, Symbol, Tape, fixed
 
 STEP, BLOCK, MAX_NEW, SHARES, BATCHES = 0, 1, 2, 3, 6  # where variables begin
-PER_BATCH = 7  # prompt_len, n_seqs, n_stored, n_recompute and slices now, the same of the next step
+NOW = ("n_recompute", "slices", "n_front", "on_cpu")  # what a step asks of its decision
+THEN = (*NOW, "n_inputs")  # and of that of the next step
+PER_BATCH = 2 + len(Homes._fields) + len(NOW) + len(THEN)  # prompt_len, n_seqs, homes, decisions
 
 # Fields of an op that costs may depend on and that are numbers.
-AMOUNTS = ("part", "n_parts", "n_seqs", "start", "stop", "n_new", "n_recompute", "n_ctx")
+AMOUNTS = ("part", "n_parts", "n_seqs", "start", "stop", "n_new", "n_recompute", "n_ctx",
+           "n_front", "n_project")  # fmt: skip
 
 _numbers = attrgetter(*AMOUNTS)
 _LAYER = re.compile(r"/l(\d+)(?=/|$)")
@@ -88,12 +92,13 @@ def variables(steps: Sequence[Step]) -> NDArray[np.float64]:
     part = x[:, BATCHES:].reshape(len(steps), PER_BATCH, n)
     part[:, 0] = [batch.prompt_len for batch in batches]
     part[:, 1] = [batch.n_seqs for batch in batches]
-    part[:, 2] = [c.n_stored for c, _, _ in steps]
-    part[:, 3] = [now.n_recompute for _, now, _ in steps]
-    part[:, 4] = [now.slices for _, now, _ in steps]
+    at = 2 + len(Homes._fields)
+    part[:, 2:at] = np.transpose([c.homes for c, _, _ in steps], (0, 2, 1))
+    for i, name in enumerate(NOW, at):
+        part[:, i] = [getattr(now, name) for _, now, _ in steps]
     none = (0,) * n
-    part[:, 5] = [none if then is None else then.n_recompute for _, _, then in steps]
-    part[:, 6] = [none if then is None else then.slices for _, _, then in steps]
+    for i, name in enumerate(THEN, at + len(NOW)):
+        part[:, i] = [none if then is None else getattr(then, name) for _, _, then in steps]
     return x
 
 
@@ -150,7 +155,9 @@ def _symbolic(step: Step, cut: Cut, tape: Tape) -> Step:
     def per_batch(which: int) -> tuple[Symbol, ...]:
         return tuple(symbol(BATCHES + which * n + b) for b in range(n))
 
-    prompts, seqs, stored = per_batch(0), per_batch(1), per_batch(2)
+    prompts, seqs = per_batch(0), per_batch(1)
+    at = 2 + len(Homes._fields)
+    stored = tuple(Homes(*ends) for ends in zip(*map(per_batch, range(2, at)), strict=True))
     batches = tuple(Batch(s, p) for s, p in zip(seqs, prompts, strict=True))  # type: ignore[arg-type]
     block = Block(symbol(BLOCK), batches, symbol(MAX_NEW))  # type: ignore[arg-type]
     shares = Shares(*(symbol(SHARES + i) for i in range(3)))  # type: ignore[arg-type]
@@ -160,12 +167,12 @@ def _symbolic(step: Step, cut: Cut, tape: Tape) -> Step:
     symbolic = StepContext(
         symbol(STEP), block, cut.model, ctx.hardware, placement, belief, stored, {}  # type: ignore[arg-type]
     )  # fmt: skip
-    decisions = [
-        Decision(per_batch(first), per_batch(first + 1))  # type: ignore[arg-type]
-        for first in (3, 5)
-        if first == 3 or then is not None
-    ]
-    return symbolic, decisions[0], decisions[1] if then is not None else None
+
+    def decision(first: int, names: tuple[str, ...]) -> Decision:
+        return Decision(**{name: per_batch(first + i) for i, name in enumerate(names)})  # type: ignore[arg-type]
+
+    later = None if then is None else decision(at + len(NOW), THEN)
+    return symbolic, decision(at, NOW), later
 
 
 def _ref(op: Op, cut: Cut, ctx: StepContext) -> Ref:

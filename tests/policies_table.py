@@ -15,6 +15,7 @@ from policies.cost.model import CostModel
 from policies.drive import Decision, Policy, StepContext, drive
 from policies.errors import OutOfMemory
 from policies.flexgen import FlexGen
+from policies.mixed import Mixed
 from policies.placement import Placement, block_kv_bytes
 from policies.plan.memory import Buffers, check_run, place
 from policies.plan.op import Op
@@ -77,6 +78,9 @@ POLICIES: dict[str, Policy] = {
     "tightllm-no-loader": TightLLM(loader=False, solver="dp"),
     "tightllm-neither": TightLLM(distributor=False, loader=False, solver="dp"),
     "tightllm-serial-links": TightLLM(serial_links=True, solver="dp"),
+    "mixed": Mixed(solver="dp"),
+    "mixed-no-recompute": Mixed(recompute=False, solver="dp"),
+    "mixed-no-loader": Mixed(loader=False, solver="dp"),
     "recompute-one": FixedRecompute((1,)),
     "recompute-all": FixedRecompute((ALL,)),
     "recompute-changing": FixedRecompute((0, ALL, 1, -1, 0, 5, -2)),

@@ -25,6 +25,7 @@ from policies.spec.workload import Block
 
 WORTHWHILE_GAIN = 1.01  # below this a policy may as well load everything
 _SCAN_POINTS = 33
+_INPUT_MOVES = (Kind.LOAD_ACT, Kind.STORE_ACT, Kind.READ_ACT, Kind.WRITE_ACT)
 _MAX_SEQS = 2**20
 
 
@@ -161,11 +162,13 @@ def phase_cost(
     attention: Attention,
     n_recompute: int = 0,
     stores: bool = True,
+    front: bool = False,
 ) -> PhaseCost:
     """Resource seconds of one step in which every batch recomputes up to ``n_recompute`` tokens.
 
-    With ``stores`` false no KV leaves the GPU: so it is in a block's last step, and so it may be
-    wherever the next step recomputes.
+    With ``stores`` false nothing leaves the GPU: so it is in a block's last step, and so it may be
+    wherever the next step recomputes. The first tokens, as many as the placement says, lie as layer
+    inputs. ``front``: the first tokens are recomputed, not the last.
     """
     n_layers = costs.model.n_layers
     # Layers of a kind cost the same, and so do batches of the same shape.
@@ -177,29 +180,39 @@ def phase_cost(
         return sum(n * costs.seconds(replace(op, layer=i)) for i, n in kinds.items())
 
     def move(kind: Kind, n_seqs: int = 0, stop: int = 0) -> float:
-        return total(Op(kind, block.index, step, n_seqs=n_seqs, stop=stop))
+        scope = Scope.INPUT if kind in _INPUT_MOVES else Scope.LAYER
+        return total(Op(kind, block.index, step, scope=scope, n_seqs=n_seqs, stop=stop))
 
     weights_s, disk_s = move(Kind.LOAD_WEIGHT), move(Kind.READ_WEIGHT)
     kv_s = store_s = compute_s = cpu_s = 0.0
-    for batch, times in Counter(block.batches).items():
+    booked = costs.placement.inputs
+    heads = booked[block.index] if booked else (0,) * len(block.batches)
+    for (batch, head), times in Counter(zip(block.batches, heads, strict=True)).items():
         n_ctx = batch.prompt_len + step - 1 if step else 0
         again = min(n_recompute, n_ctx)
         n_new = 1 if step else batch.prompt_len
         n, load = batch.n_seqs, n_ctx - again
+        inputs = min(head, load)
         out = n_new if stores else 0
-        disk_s += times * (move(Kind.READ_KV, n, load) + move(Kind.WRITE_KV, n, out))
-        store_s += times * move(Kind.STORE_KV, n, out)
-        work = Op(Kind.FORWARD, block.index, step, n_seqs=n, n_new=n_new, n_recompute=again,
-                  n_ctx=n_ctx, attention=forward)  # fmt: skip
+        out_inputs = min(out, max(0, head - n_ctx))
+        disk_s += times * (move(Kind.READ_KV, n, load - inputs) + move(Kind.READ_ACT, n, inputs))
+        disk_s += times * move(Kind.WRITE_KV, n, out - out_inputs)
+        disk_s += times * move(Kind.WRITE_ACT, n, out_inputs)
+        store_s += times * move(Kind.STORE_KV, n, out - out_inputs)
+        store_s += times * move(Kind.STORE_ACT, n, out_inputs)
+        work = Op(Kind.FORWARD, block.index, step, n_seqs=n, n_new=n_new,
+                  n_recompute=0 if front else again, n_front=again if front else 0,
+                  n_project=inputs, n_ctx=n_ctx, attention=forward)  # fmt: skip
         if on_cpu:
-            cpu_s += times * total(replace(work, kind=Kind.CPU_ATTEND, stop=n_ctx))
+            attend = replace(work, kind=Kind.CPU_ATTEND, stop=n_ctx, n_project=0)
+            cpu_s += times * total(attend)
             for scope in (Scope.QKV, Scope.OUTPUT, Scope.MLP):
                 compute_s += times * total(replace(work, scope=scope))
         else:
-            kv_s += times * move(Kind.LOAD_KV, n, load)
+            kv_s += times * (move(Kind.LOAD_KV, n, load - inputs) + move(Kind.LOAD_ACT, n, inputs))
             compute_s += times * total(work)
-        head = Op(Kind.FORWARD, block.index, step, n_layers, scope=Scope.HEAD, n_seqs=n, n_new=1)
-        compute_s += times * costs.seconds(head)
+        last = Op(Kind.FORWARD, block.index, step, n_layers, scope=Scope.HEAD, n_seqs=n, n_new=1)
+        compute_s += times * costs.seconds(last)
     return PhaseCost(weights_s, kv_s, store_s, disk_s, compute_s, cpu_s)
 
 

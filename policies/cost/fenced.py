@@ -16,8 +16,8 @@ from functools import cache
 
 from policies.cost.model import CostModel
 from policies.plan.op import Attention, Kind, Op, Scope
-from policies.schedule import Zigzag
 from policies.spec.workload import Block
+from policies.step_ops import Zigzag
 
 
 def fenced_step_s(costs: CostModel, block: Block, step: int, how: Zigzag, stores: bool) -> float:

@@ -57,10 +57,22 @@ def attention_pair_flops(model: ModelSpec, n_ctx: int) -> int:
     return 2 * model.n_heads * (model.qk_dim + model.v_dim)
 
 
-def attention_flops(model: ModelSpec, n_seqs: int, n_new: int, n_recompute: int, n_ctx: int) -> int:
-    """FLOPs of the two attention products of one layer."""
-    pairs = causal_pairs(n_new + n_recompute, n_ctx + n_new)
+def attention_flops(
+    model: ModelSpec, n_seqs: int, n_new: int, n_recompute: int, n_ctx: int, n_front: int = 0
+) -> int:
+    """FLOPs of the two attention products of one layer; the front attends to itself alone."""
+    pairs = causal_pairs(n_new + n_recompute, n_ctx + n_new) + causal_pairs(n_front, n_front)
     return n_seqs * pairs * attention_pair_flops(model, n_ctx)
+
+
+def projection_elems(model: ModelSpec) -> int:
+    """Weight elements with which a layer's input becomes one token's K and V.
+
+    With MLA that is its latent and its rotary key.
+    """
+    if model.kv_latent_dim:
+        return model.d_model * (model.kv_latent_dim + model.rope_dim)
+    return model.d_model * 2 * model.n_kv_heads * model.head_dim
 
 
 def gemm_flops(model: ModelSpec, layer: int, scope: Scope, rows: int) -> int:

@@ -26,6 +26,7 @@ _N_KERNELS = {
     Scope.HEAD: 3,
 }
 _UNFUSED_EXTRA_KERNELS = 6
+_PROJECT_EXTRA_KERNELS = 2  # norm and GEMM over loaded layer inputs
 # Passes over the score matrix through HBM: written by the first product, read and written by mask
 # and by softmax, read by the second product.
 _SCORE_PASSES = 6
@@ -104,7 +105,7 @@ class CostModel:
     def _forward_key(self, op: Op) -> tuple[object, ...]:
         layer = self._layer_class[op.layer]
         return (op.kind, layer, op.scope, op.attention, op.n_seqs, op.n_new, op.n_recompute,
-                op.n_ctx)  # fmt: skip
+                op.n_ctx, op.n_front, op.n_project)  # fmt: skip
 
     @staticmethod
     def _pageable(op: Op) -> bool:
@@ -139,11 +140,12 @@ class CostModel:
     def _count_flops(self, op: Op) -> int:
         if op.kind is Kind.CPU_ATTEND:
             return count.attention_flops(self.model, op.n_seqs, op.n_new, 0, op.n_ctx)
-        rows = op.n_seqs * (op.n_new + op.n_recompute)
+        rows = op.n_seqs * (op.n_new + op.n_recompute + op.n_front)
         flops = count.gemm_flops(self.model, op.layer, op.scope, rows)
+        flops += 2 * op.n_seqs * op.n_project * count.projection_elems(self.model)
         if op.scope in (Scope.LAYER, Scope.ATTENTION):
             flops += count.attention_flops(
-                self.model, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx
+                self.model, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx, op.n_front
             )
         return flops
 
@@ -151,10 +153,13 @@ class CostModel:
 
     def forward_seconds(self, op: Op) -> float:
         """GPU time of a FORWARD: kernels in sequence, at least the time to issue them."""
-        rows = op.n_seqs * (op.n_new + op.n_recompute)
+        rows = op.n_seqs * (op.n_new + op.n_recompute + op.n_front)
         busy = self._gemms_seconds(op.layer, op.scope, rows)
         busy += self._elementwise_seconds(op.layer, op.scope, rows)
         n_kernels = _N_KERNELS[op.scope]
+        if op.n_project:
+            busy += self._projection_seconds(op.n_seqs * op.n_project)
+            n_kernels += _PROJECT_EXTRA_KERNELS
         if op.scope in (Scope.LAYER, Scope.ATTENTION):
             if op.attention is Attention.UNFUSED:
                 busy += self._unfused_attention_seconds(op)
@@ -207,7 +212,23 @@ class CostModel:
                 per_row += (3 if model.gated_ffn else 2) * model.d_ffn
         return rows * per_row * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
 
+    def _projection_seconds(self, rows: int) -> float:
+        """K and V of ``rows`` loaded layer inputs: a norm (read, write) and one GEMM."""
+        normed = 2 * rows * self.model.d_model * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
+        return normed + self._gemm_seconds(count.projection_elems(self.model), rows)
+
     def _fused_attention_seconds(self, op: Op) -> float:
+        """Attention of new tokens and of the tail; before it, that of the front to itself."""
+        front_s = 0.0
+        if op.n_front:
+            if self.hardware.attention_prefill.extrapolated(op.n_front):
+                self.extrapolated.add("attention_prefill")
+            pairs = op.n_seqs * count.causal_pairs(op.n_front, op.n_front)
+            flops = pairs * count.attention_pair_flops(self.model, op.n_ctx)
+            front_s = flops / self.hardware.attention_prefill(op.n_front)
+        return front_s + self._window_seconds(op)
+
+    def _window_seconds(self, op: Op) -> float:
         hardware = self.hardware
         queries, keys = op.n_new + op.n_recompute, op.n_ctx + op.n_new
         flops = count.attention_flops(self.model, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx)
@@ -228,9 +249,23 @@ class CostModel:
         return max(read, flops / hardware.attention_window(shared, keys))
 
     def _unfused_attention_seconds(self, op: Op) -> float:
+        """Attention by separate kernels: measured where the profile says so, else passes over HBM.
+
+        Moving the cache into place does not depend on the number of queries and every other kernel
+        is linear in it, so between one query and as many as keys the time is a straight line.
+        """
         model, hardware = self.model, self.hardware
         queries, keys = op.n_new + op.n_recompute, op.n_ctx + op.n_new
         kv = op.n_seqs * keys * model.kv_bytes_per_token_layer
+        decode, prefill = hardware.attention_unfused_decode, hardware.attention_unfused_prefill
+        if decode is not None and prefill is not None:
+            if decode.extrapolated(keys) or (queries > 1 and prefill.extrapolated(keys)):
+                self.extrapolated.add("attention_unfused")
+            one_s = kv / decode(keys)
+            if queries == 1:
+                return one_s
+            all_s = op.n_seqs * model.n_heads * keys**2 / prefill(keys)
+            return one_s + (queries - 1) / (keys - 1) * (all_s - one_s)
         scores = op.n_seqs * model.n_heads * queries * keys
         traffic = _UNFUSED_KV_PASSES * kv + _SCORE_PASSES * scores * ACT_BYTES_PER_ELEM
         # The mask is applied after the product: all pairs are computed, causal or not.

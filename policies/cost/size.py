@@ -10,7 +10,7 @@ from policies.placement import ACT_BYTES_PER_ELEM, Placement
 from policies.plan.op import Kind, Op, Scope
 from policies.spec.model import ModelSpec
 
-_KV_FROM_DISK = (Kind.READ_KV, Kind.WRITE_KV)
+_DISK = (Kind.READ_KV, Kind.WRITE_KV, Kind.READ_ACT, Kind.WRITE_ACT)
 _ACTS = (Kind.LOAD_ACT, Kind.STORE_ACT, Kind.READ_ACT, Kind.WRITE_ACT)
 
 
@@ -41,11 +41,12 @@ def nbytes(op: Op, model: ModelSpec, placement: Placement) -> int:
         total = placement.weight_bytes(model, op.layer, op.scope, "disk")
         return piece(total, op.part, op.n_parts)
     tokens = op.n_seqs * (op.stop - op.start)
+    kv = placement.kv[op.block]
+    at_home = kv.disk if kind in _DISK else kv.streamed
     if kind in _ACTS:
         share = placement.act.streamed if op.scope is Scope.LAYER else 1.0
+        share = at_home if op.scope is Scope.INPUT else share
         total = round(tokens * act_elems(model, op.scope) * ACT_BYTES_PER_ELEM * share)
         return piece(total, op.part, op.n_parts)
-    kv = placement.kv[op.block]
-    share = kv.disk if kind in _KV_FROM_DISK else kv.streamed
-    total = round(tokens * model.kv_bytes_per_token_layer * share)
+    total = round(tokens * model.kv_bytes_per_token_layer * at_home)
     return piece(total, op.part, op.n_parts)

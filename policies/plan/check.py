@@ -1,9 +1,9 @@
 """Plan checker: the laws that a plan must keep, whoever executes it.
 
 It reads ops in program order and follows what every slot holds: which pieces of which layer's
-weights, which token ranges of which batch's KV. What readers get wrong: program order is enough.
-The linker makes an op wait for whatever its slots need, so a plan that is right in program order is
-right in time, and one that overwrites a slot too early is wrong in program order already.
+weights, which token ranges of which batch's KV or layer inputs. What readers get wrong: program
+order is enough. The linker makes an op wait for whatever its slots need, so a plan that is right in
+program order is right in time, and one that overwrites a slot too early is wrong there already.
 """
 
 from __future__ import annotations
@@ -24,33 +24,48 @@ UNSTORED = "L4 KV coverage: only stored tokens can be loaded"
 UNREAD = "L4 KV coverage: tokens at home on disk are read before they are used"
 UNCOMPUTED = "L4 KV coverage: only tokens that the slot holds can be stored"
 UNWRITTEN = "slots: a slot is written before it is read"
+STORED_TWICE = "L4 KV coverage: a token is stored once, as its KV or as the layer's input"
+PROJECTED = (
+    "L4 KV coverage: a forward projects the layer inputs that were loaded for it, all of them"
+)
+BOOKED = "L9 memory: homes hold no more tokens of a kind than the placement books"
 PAST_END = "L15: no op works for a step past the last one"
 
 # Transfer buffers start empty; homes of weights and KV and the first hidden states do not.
-_START_EMPTY = ("weight slot", "kv in", "relay", "staging")
+_START_EMPTY = ("weight slot", "kv in", "inputs in", "inputs out", "relay", "staging")
+_HOMES = ("host/kv/", "disk/kv/", "host/inputs/", "disk/inputs/")
 
 Range = tuple[int, int]
 
 
+Owner = tuple[int, int, int, int]  # block, layer, batch, step (-1 for a home)
+
+
 @dataclass(slots=True)
 class _Held:
-    """What a slot holds: the KV of one batch in one layer, as ranges of tokens."""
+    """What a slot holds of one batch in one layer: token ranges of KV, or of layer inputs."""
 
-    owner: tuple[int, int, int] = (-1, -1, -1)  # block, layer, batch
+    owner: Owner = (-1, -1, -1, -1)
     ranges: dict[int, list[Range]] = field(default_factory=dict)  # by piece of the KV
 
-    def add(self, op: Op, span: Range, *, keep: bool) -> None:
-        owner = (op.block, op.layer, op.batch)
-        if not keep or self.owner != owner:
+    def add(self, op: Op, slot: Slot, span: Range) -> None:
+        owner = _owner(op, slot)
+        if self.owner != owner:
             self.owner, self.ranges = owner, {}
         for piece in _pieces(op):
             self.ranges.setdefault(piece, []).append(span)
 
-    def covered(self, op: Op) -> list[list[Range]]:
-        """Ranges held of the op's batch and layer, for each piece."""
-        if self.owner != (op.block, op.layer, op.batch):
+    def covered(self, op: Op, slot: Slot) -> list[list[Range]]:
+        """Ranges held of the op's batch, layer and step, for each piece."""
+        if self.owner != _owner(op, slot):
             return [[], []]
         return [self.ranges.get(piece, []) for piece in (0, 1)]
+
+
+def _owner(op: Op, slot: Slot) -> Owner:
+    """Whom a slot serves: a buffer one step, a home all of them."""
+    at_home = slot.name.startswith((*_HOMES, "gpu/kv/"))
+    return op.block, op.layer, op.batch, -1 if at_home else op.step
 
 
 def _pieces(op: Op) -> tuple[int, ...]:
@@ -80,10 +95,16 @@ class PlanChecker:
 
     def __init__(self, model: ModelSpec, placement: Placement, blocks: Iterable[Block]) -> None:
         self._model, self._placement = model, placement
+        blocks = tuple(blocks)
         self._last_step = {block.index: block.max_new - 1 for block in blocks}
         self._keys: set[str] = set()
         self._weights: dict[Slot, tuple[tuple[int, int, int], dict[Scope, set[int]], int]] = {}
-        self._kv: dict[Slot, _Held] = {}
+        self._kv: dict[Slot, _Held] = {}  # and layer inputs
+        self._booked = {
+            (block.index, b): tokens
+            for block in blocks
+            for b, tokens in enumerate(_booked(placement, block))
+        }
         self._written: set[Slot] = set()
 
     def check(self, op: Op) -> None:
@@ -103,6 +124,8 @@ class PlanChecker:
             self._move_kv(op, load=True)
         elif op.kind in (Kind.STORE_KV, Kind.WRITE_KV):
             self._move_kv(op, load=False)
+        elif op.scope is Scope.INPUT:
+            self._move_kv(op, load=op.kind in (Kind.LOAD_ACT, Kind.READ_ACT))
         elif op.kind is Kind.HOST_COPY:
             self._move_kv(op, load=op.part < op.n_parts)
         elif op.kind is Kind.CPU_ATTEND:
@@ -128,7 +151,7 @@ class PlanChecker:
         out: list[list[Range]] = [[], []]
         for slot in slots:
             if slot in self._kv:
-                for piece, ranges in enumerate(self._kv[slot].covered(op)):
+                for piece, ranges in enumerate(self._kv[slot].covered(op, slot)):
                     out[piece].extend(ranges)
         return out
 
@@ -137,7 +160,7 @@ class PlanChecker:
         self._check_read(op)
         for slot in op.reads:
             if slot in self._kv:
-                held = self._kv[slot].covered(op)
+                held = self._kv[slot].covered(op, slot)
                 if not all(_contains(ranges, (0, op.n_ctx)) for ranges in held):
                     raise PlanError(op.key, KV_COVERAGE)
         if op.n_ctx and not any(slot in self._kv for slot in op.reads):
@@ -145,7 +168,7 @@ class PlanChecker:
 
     def _check_read(self, op: Op) -> None:
         """Who uses a batch's host home needs what the disk holds of it, too."""
-        at_home = [slot for slot in op.reads if slot.name.startswith("host/kv/")]
+        at_home = [slot for slot in op.reads if slot.name.startswith(("host/kv/", "host/inputs/"))]
         read = any(slot in self._kv for slot in op.reads if slot not in at_home)
         if at_home and not read and self._placement.kv[op.block].disk > 0:
             raise PlanError(op.key, UNREAD)
@@ -160,30 +183,46 @@ class PlanChecker:
         if not sources:
             raise PlanError(op.key, rule)
         for slot in sources:
-            held = self._kv[slot].covered(op)
+            held = self._kv[slot].covered(op, slot)
             if not all(_contains(held[piece], span) for piece in _pieces(op)):
                 raise PlanError(op.key, rule)
         for slot in op.writes:
-            if "kv" not in slot.name:
+            if "kv" not in slot.name and "inputs" not in slot.name:
                 continue  # the issuing thread
-            home = slot.name.startswith(("host/kv/", "disk/kv/"))
-            halves = op.n_parts == 2 and "relay" not in slot.name  # a relay is of one half
-            keep = home or (halves and op.part % 2 == 1)
-            self._kv.setdefault(slot, _Held()).add(op, span, keep=keep)
+            if slot.name.startswith(_HOMES):
+                self._check_home(op, slot, span)
+            self._kv.setdefault(slot, _Held()).add(op, slot, span)
+
+    def _check_home(self, op: Op, slot: Slot, span: Range) -> None:
+        """No token of a range that is stored has a home yet, and there is room for it."""
+        tier, what, *where = slot.name.split("/")
+        other = Slot("/".join((tier, {"kv": "inputs", "inputs": "kv"}[what], *where)), slot.tier)
+        for home in (slot, other):
+            if home not in self._kv:
+                continue
+            held = self._kv[home].covered(op, home)
+            if any(max(a, span[0]) < min(b, span[1]) for i in _pieces(op) for a, b in held[i]):
+                raise PlanError(op.key, STORED_TWICE)
+        held = self._kv[slot].covered(op, slot) if slot in self._kv else [[], []]
+        have = sum(b - a for a, b in held[_pieces(op)[0]]) + span[1] - span[0]
+        if have > self._booked[op.block, op.batch][what == "inputs"]:
+            raise PlanError(op.key, BOOKED)
 
     def _forward(self, op: Op) -> None:
         if op.scope in (Scope.LAYER, Scope.ATTENTION):
-            tail = (op.n_ctx - op.n_recompute, op.n_ctx)
+            own = [(0, op.n_front), (op.n_ctx - op.n_recompute, op.n_ctx)]
             for slots in self._sources(op):
                 held = self._held(slots, op)
-                if not all(_tiles([*ranges, tail], op.n_ctx) for ranges in held):
+                if not all(_tiles([*ranges, *own], op.n_ctx) for ranges in held):
                     raise PlanError(op.key, KV_COVERAGE)
+            inputs = [slot for slot in op.reads if "inputs in" in slot.name]
+            if sum(b - a for a, b in self._held(inputs, op)[0]) != op.n_project:
+                raise PlanError(op.key, PROJECTED)
         if op.scope in (Scope.LAYER, Scope.ATTENTION, Scope.QKV):
             computed = (op.n_ctx - op.n_recompute, op.n_ctx + op.n_new)
             for slot in op.writes:
-                if "/kv" in slot.name:
-                    resident = slot.name.startswith("gpu/kv/")
-                    self._kv.setdefault(slot, _Held()).add(op, computed, keep=resident)
+                if "/kv" in slot.name or "/inputs" in slot.name:
+                    self._kv.setdefault(slot, _Held()).add(op, slot, computed)
         self._check_weights(op)
 
     def _sources(self, op: Op) -> list[list[Slot]]:
@@ -210,6 +249,13 @@ class PlanChecker:
         if held is None or held[0] != (op.block, op.step, op.layer):
             return False
         return any(len(held[1].get(s, ())) == held[2] for s in (scope, Scope.LAYER))
+
+
+def _booked(placement: Placement, block: Block) -> list[tuple[int, int]]:
+    """Tokens of each batch that homes of KV and homes of layer inputs have room for."""
+    longest = [batch.prompt_len + block.max_new - 1 for batch in block.batches]
+    inputs = placement.inputs[block.index] if placement.inputs else (0,) * len(longest)
+    return [(most - n, n) for most, n in zip(longest, inputs, strict=True)]
 
 
 def checked(

@@ -16,7 +16,6 @@ from policies.errors import OutOfMemory
 from policies.placement import (
     ACT_BYTES_PER_ELEM,
     Placement,
-    block_kv_bytes,
     host_placement,
 )
 from policies.plan.op import Attention, Scope, Tier
@@ -33,7 +32,8 @@ class Buffers:
     """Buffers that a schedule needs besides the homes of weights and KV.
 
     ``sep_layer`` sizes a weight slot for attention or MLP alone. ``relay_bytes`` is pinned host
-    memory through which pageable KV travels.
+    memory through which pageable KV travels. ``input_slots`` hold one batch's layer inputs, in each
+    direction, where a block's placement books homes for them.
     """
 
     weight_slots: int = 2
@@ -42,9 +42,10 @@ class Buffers:
     sep_layer: bool = False
     attention: Attention = Attention.FUSED
     relay_bytes: int = 0
+    input_slots: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("weight_slots", "kv_in_slots", "kv_out_slots", "relay_bytes"):
+        for name in ("weight_slots", "kv_in_slots", "kv_out_slots", "relay_bytes", "input_slots"):
             if getattr(self, name) < 0:
                 raise ValueError(f"buffers.{name}: {getattr(self, name)} must be >= 0")
 
@@ -81,13 +82,17 @@ def block_pools(
     """Pools held while a block runs: KV homes and slots, hidden states, workspace."""
     kv = placement.kv[block.index]
     per_layer = model.kv_bytes_per_token_layer
-    total = block_kv_bytes(model, block)
+    kv_bytes, input_bytes = placement.home_bytes(model, block)
+    inputs = placement.inputs[block.index] if placement.inputs else (0,) * len(block.batches)
+    most_inputs = max(b.n_seqs * n for b, n in zip(block.batches, inputs, strict=True))
+    one_batch = buffers.input_slots * most_inputs * model.d_model * ACT_BYTES_PER_ELEM
     full = max(b.n_seqs * (b.prompt_len + block.max_new - 1) for b in block.batches) * per_layer
     hidden = sum(b.n_seqs * b.prompt_len for b in block.batches) * model.d_model
     g = f"block {block.index}"
-    on_gpu = round(total * kv.gpu)
+    on_gpu = round(kv_bytes * kv.gpu)
     pools = [
         Pool(f"{g}: resident KV", Tier.GPU, on_gpu),
+        Pool(f"{g}: layer input slots", Tier.GPU, round(2 * one_batch * kv.streamed)),
         Pool(f"{g}: KV load slots", Tier.GPU, round(buffers.kv_in_slots * full * kv.streamed)),
         Pool(
             f"{g}: KV store slots",
@@ -104,7 +109,8 @@ def block_pools(
             Tier.GPU,
             max(workspace_bytes(model, buffers, batch) for batch in block.batches),
         ),
-        Pool(f"{g}: KV", Tier.HOST, round(total * kv.host)),
+        Pool(f"{g}: KV", Tier.HOST, round(kv_bytes * kv.host)),
+        Pool(f"{g}: layer inputs", Tier.HOST, round(input_bytes * kv.host)),
         Pool(
             f"{g}: hidden states on host",
             Tier.HOST,
@@ -115,7 +121,9 @@ def block_pools(
             Tier.HOST,
             round((buffers.kv_in_slots + buffers.kv_out_slots) * full * kv.disk),
         ),
-        Pool(f"{g}: KV on disk", Tier.DISK, round(total * kv.disk)),
+        Pool(f"{g}: layer input staging", Tier.HOST, round(2 * one_batch * kv.disk)),
+        Pool(f"{g}: KV on disk", Tier.DISK, round(kv_bytes * kv.disk)),
+        Pool(f"{g}: layer inputs on disk", Tier.DISK, round(input_bytes * kv.disk)),
     ]
     return [pool for pool in pools if pool.nbytes]
 
@@ -158,8 +166,12 @@ def place(
     *,
     mode: str = "host",
     kv_on_gpu: bool = False,
+    inputs: tuple[tuple[int, ...], ...] = (),
 ) -> Placement:
-    """Placement by name: ``host``, or ``auto``, which fills spare GPU memory with whole layers."""
+    """Placement by name: ``host``, or ``auto``, which fills spare GPU memory with whole layers.
+
+    ``inputs`` as in ``Placement``.
+    """
     if mode not in ("host", "auto"):
         raise ValueError(f"policy.placement: {mode!r} is neither 'host' nor 'auto'")
 
@@ -175,6 +187,7 @@ def place(
                 kv_on_gpu=kv_on_gpu,
                 resident_layers=n,
                 host_buffer_bytes=aside,
+                inputs=inputs,
             )
             need = _host_buffer_bytes(model, placement, buffers, blocks)
             if need <= aside:
@@ -215,7 +228,10 @@ def _host_buffer_bytes(
     model: ModelSpec, placement: Placement, buffers: Buffers, blocks: Sequence[Block]
 ) -> int:
     """Host memory besides the homes of weights and KV: relays, staging, and rounding of shares."""
-    homes = {"weights", *(f"block {block.index}: KV" for block in blocks)}
+    held_by = [
+        f"block {block.index}: {what}" for block in blocks for what in ("KV", "layer inputs")
+    ]
+    homes = {"weights", *held_by}
     held = run_pools(model, placement, buffers)
     staged = sum(p.nbytes for p in held if p.tier is Tier.HOST and p.name not in homes)
     most = max(
@@ -226,7 +242,7 @@ def _host_buffer_bytes(
         )
         for block in blocks
     )
-    return staged + most + model.n_layers + 1  # a home is rounded up by less than a byte a layer
+    return staged + most + model.n_layers + 2  # homes are rounded up by less than a byte each
 
 
 def _gpu_bytes(

@@ -85,6 +85,7 @@ class Scope(StrEnum):
     QKV = "qkv"  # attention up to the projected queries, keys and values
     OUTPUT = "output"  # the output projection, after attention ran elsewhere
     HEAD = "head"  # final norm, LM head and sampling
+    INPUT = "input"  # a layer's input, stored in place of its KV
 
 
 class Attention(StrEnum):
@@ -111,8 +112,9 @@ class Op:
 
     ``layer`` runs from 0; ``layer == n_layers`` is the LM head. ``start`` and ``stop`` bound the
     token range ``[start, stop)`` that a KV or activation op moves, per sequence. A FORWARD computes
-    ``n_new`` new tokens and recomputes the last ``n_recompute`` of ``n_ctx`` cached ones, for each
-    of ``n_seqs`` sequences. Weight and KV transfers can be cut: an op carries piece
+    ``n_new`` new tokens, recomputes the first ``n_front`` and the last ``n_recompute`` of ``n_ctx``
+    cached ones and projects K and V of ``n_project`` from loaded layer inputs, for each of
+    ``n_seqs`` sequences. Weight and KV transfers can be cut: an op carries piece
     ``part % n_parts`` of its ``scope``. For a weight transfer ``batch`` is the batch whose compute
     it hides behind.
     """
@@ -134,6 +136,8 @@ class Op:
     attention: Attention = Attention.FUSED
     reads: tuple[Slot, ...] = ()
     writes: tuple[Slot, ...] = ()
+    n_front: int = 0
+    n_project: int = 0
 
     @property
     def lane(self) -> Lane:

@@ -75,7 +75,10 @@ class HardwareProfile:
     Rates: ``gemm`` is FLOP/s by rows (tokens in the GEMM); ``attention_decode`` is KV bytes/s of a
     one-query fused kernel by context; ``attention_prefill`` is FLOP/s by context, counting each
     causal pair once; ``attention_window`` is the same by (queries, context) for a short run of
-    queries over a longer context. ``duplex`` multiplies the rate of H2D and D2H while both are
+    queries over a longer context. ``attention_unfused_decode`` (KV bytes/s of one query) and
+    ``attention_unfused_prefill`` (scores/s, one for each head, query and key, masked or not) are
+    those of attention by separate kernels, by context; where they are None, its passes over memory
+    are counted instead. ``duplex`` multiplies the rate of H2D and D2H while both are
     busy. ``cpu_attention_bytes_per_s`` is the KV bytes/s of attention on the CPU and
     ``cpu_bytes_per_s`` the rate at which the CPU reads host memory. ``launch_s`` is the host time
     to issue one kernel, ``sync_s`` the cost of one device synchronisation.
@@ -108,6 +111,8 @@ class HardwareProfile:
     idle_watts: float
     tdp_watts: float
     n_gpus: int = 1
+    attention_unfused_decode: Curve | None = None
+    attention_unfused_prefill: Curve | None = None
     provenance: Mapping[str, Provenance] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -145,9 +150,17 @@ class HardwareProfile:
                     f"hardware.{name}_reserve_bytes: {getattr(self, f'{name}_reserve_bytes')} "
                     f"exceeds {name}_bytes {getattr(self, f'{name}_bytes')}"
                 )
-        missing = [f.name for f in fields(self) if f.name not in _UNSOURCED | set(self.provenance)]
+        sourced = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        missing = [name for name in sourced if name not in _UNSOURCED | set(self.provenance)]
         if self.provenance and missing:
             raise ValueError(f"hardware.provenance: no entry for {', '.join(missing)}")
+        decode, prefill = self.attention_unfused_decode, self.attention_unfused_prefill
+        if (decode is None) is not (prefill is None):
+            lacking = "attention_unfused_decode" if decode is None else "attention_unfused_prefill"
+            raise ValueError(
+                f"hardware.{lacking}: is null, must be a curve like its counterpart: unfused "
+                "attention takes both or none"
+            )
 
     def _refuse_endless(self) -> None:
         """Refuse rates and latencies of which the seconds of a run are beyond all numbers."""
@@ -173,3 +186,5 @@ class HardwareProfile:
 
 
 _UNSOURCED = {"name", "provenance"}
+# Curves that a profile may lack.
+OPTIONAL = ("attention_unfused_decode", "attention_unfused_prefill")

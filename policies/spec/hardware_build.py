@@ -14,6 +14,7 @@ from typing import TypeVar, cast
 
 from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import (
+    OPTIONAL,
     PROVENANCE_KINDS,
     HardwareProfile,
     Link,
@@ -27,12 +28,14 @@ _Part = TypeVar("_Part")
 def hardware_from_mapping(data: Mapping[str, object]) -> HardwareProfile:
     """Build a profile from numbers, ``{latency_s, bytes_per_s}``, ``{x, y}`` and ``{x, y, z}``.
 
-    ``data`` has exactly the fields of ``HardwareProfile``; ``provenance`` maps every one of them
-    but ``name`` to ``{kind, source, date?, device?, driver?, residual?}``. Raises ``ValueError``
+    ``data`` has exactly the fields of ``HardwareProfile``; those in ``OPTIONAL`` may be null or
+    left out. ``provenance`` maps every field that has a value, but ``name``, to
+    ``{kind, source, date?, device?, driver?, residual?}``. Raises ``ValueError``
     naming ``hardware.<field>``, the value and what is allowed.
     """
     root = "hardware"
-    check_keys(root, data, required=tuple(f.name for f in fields(HardwareProfile)))
+    required = tuple(f.name for f in fields(HardwareProfile) if f.name not in OPTIONAL)
+    check_keys(root, data, required, OPTIONAL)
 
     def number(name: str) -> float:
         return _number(f"{root}.{name}", data[name])
@@ -69,6 +72,8 @@ def hardware_from_mapping(data: Mapping[str, object]) -> HardwareProfile:
         idle_watts=number("idle_watts"),
         tdp_watts=number("tdp_watts"),
         n_gpus=_count(f"{root}.n_gpus", data["n_gpus"]),
+        attention_unfused_decode=_optional_curve(root, data, "attention_unfused_decode"),
+        attention_unfused_prefill=_optional_curve(root, data, "attention_unfused_prefill"),
         provenance=_provenances(f"{root}.provenance", data["provenance"]),
     )
 
@@ -83,6 +88,11 @@ def _curve(field: str, value: object) -> Curve:
     return _named(field, lambda: Curve(x, y))
 
 
+def _optional_curve(root: str, data: Mapping[str, object], name: str) -> Curve | None:
+    value = data.get(name)
+    return None if value is None else _curve(f"{root}.{name}", value)
+
+
 def _grid(field: str, value: object) -> Grid:
     part = _mapping(field, value)
     check_keys(field, part, required=("x", "y", "z"))
@@ -94,8 +104,9 @@ def _grid(field: str, value: object) -> Grid:
 
 def _provenances(field: str, value: object) -> dict[str, Provenance]:
     entries = _mapping(field, value)
-    sourced = tuple(f.name for f in fields(HardwareProfile) if f.name not in ("name", "provenance"))
-    check_keys(field, entries, required=sourced)
+    named = (f.name for f in fields(HardwareProfile) if f.name not in ("name", "provenance"))
+    required = tuple(name for name in named if name not in OPTIONAL)
+    check_keys(field, entries, required, OPTIONAL)
     return {name: _provenance(f"{field}.{name}", entry) for name, entry in entries.items()}
 
 

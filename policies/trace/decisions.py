@@ -7,10 +7,11 @@ prefill however long its prompt is.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from policies.drive import Decision
 from policies.spec.workload import Block
 
 
@@ -23,15 +24,20 @@ class StepDecision(NamedTuple):
     n_ctx: int
     n_recompute: int
     slices: int
+    n_front: int = 0
+    n_inputs: int = 0
+    on_cpu: int = 0
 
 
-def step_decisions(
-    block: Block, step: int, n_recompute: Sequence[int], slices: Sequence[int]
-) -> Iterator[StepDecision]:
+_DECIDED = StepDecision._fields[4:]  # named as in ``Decision``
+
+
+def step_decisions(block: Block, step: int, decision: Decision) -> Iterator[StepDecision]:
     """The rows of one step, one for each batch."""
     for b, batch in enumerate(block.batches):
         n_ctx = batch.prompt_len + step - 1 if step else 0
-        yield StepDecision(block.index, step, b, n_ctx, n_recompute[b], slices[b])
+        of_batch = (getattr(decision, name)[b] for name in _DECIDED)
+        yield StepDecision(block.index, step, b, n_ctx, *of_batch)
 
 
 def write_decisions(rows: Iterable[StepDecision], path: Path) -> None:

@@ -8,14 +8,17 @@ import pytest
 
 from policies.cost.model import CostModel
 from policies.drive import Decision, StepContext
+from policies.homes import Homes
 from policies.ilp import plan
 from policies.plan.link import link
-from policies.plan.op import Kind
+from policies.plan.op import Attention, Kind
 from policies.plan.predict import predict
-from policies.schedule import Zigzag, zigzag
+from policies.schedule import zigzag
 from policies.slot_problem import objective
 from policies.spec.workload import Batch, Block
-from policies.tightllm import TightLLM, _Tables
+from policies.step_ops import Zigzag
+from policies.step_tables import StepTables
+from policies.tightllm import TightLLM
 from tests.policies_table import OPT, SMALL
 
 STEP = 3
@@ -28,9 +31,16 @@ def context(batches: tuple[Batch, ...], hardware=FREE_SYNC) -> StepContext:
     block = Block(0, batches, 8)
     model = replace(OPT, n_layers=4)
     placement = TightLLM().place(model, hardware, [block])
-    stored = tuple(b.prompt_len + STEP - 2 for b in batches)
+    homes = tuple(Homes.headed(0, b.prompt_len + STEP - 1) for b in batches)
     belief = CostModel(model, hardware, placement)
-    return StepContext(STEP, block, model, hardware, placement, belief, stored, {})
+    return StepContext(STEP, block, model, hardware, placement, belief, homes, {})
+
+
+def tables_of(ctx: StepContext) -> StepTables:
+    heads = (0,) * ctx.n_batches
+    return StepTables(
+        ctx, ctx.n_ctx(), heads, attention=Attention.FUSED, n_slices=None, serial_links=False
+    )
 
 
 def layer_s(ctx: StepContext, decision: Decision) -> float:
@@ -50,7 +60,7 @@ def test_objective_is_the_time_of_a_fenced_layer(batches, disk):
     hardware = replace(FREE_SYNC, host_bytes=0.85e9) if disk else FREE_SYNC
     ctx = context(batches, hardware)
     assert (ctx.placement.kv[0].disk > 0) == disk
-    tables = _Tables(TightLLM(), ctx, ctx.n_ctx())
+    tables = tables_of(ctx)
     assert tables.n_slices > 1
     candidates = tuple((0, n // 4, n) for n in ctx.n_ctx())
     problem = tables.sliced(candidates)
@@ -73,7 +83,7 @@ def test_objective_is_the_time_of_a_fenced_layer(batches, disk):
 def test_uniform_optimum_beats_even_and_none():
     """The decision of the program is at least as fast, fenced, as any even split."""
     ctx = context((Batch(32, 700),) * 3)
-    tables = _Tables(TightLLM(solver="dp"), ctx, ctx.n_ctx())
+    tables = tables_of(ctx)
     best = plan(tables.sliced, ctx.n_ctx(), "dp")
     found = layer_s(ctx, Decision(best.n_recompute, best.slices))
     assert found == pytest.approx(best.objective_s, rel=ROUNDING)
@@ -87,7 +97,7 @@ def test_uniform_optimum_beats_even_and_none():
 def test_transfer_of_the_wrong_batch_is_noticed():
     """If a batch's own KV moved while it computes, ragged batches would give another time."""
     ctx = context((Batch(32, 700), Batch(32, 100)))
-    tables = _Tables(TightLLM(), ctx, ctx.n_ctx())
+    tables = tables_of(ctx)
     problem = tables.sliced(((699,), (0,)))  # slot 0 computes for long, slot 1 loads
     wrong = replace(problem, kv_h2d_s=problem.kv_h2d_s[::-1])
     slices = (0, tables.n_slices)

@@ -11,7 +11,7 @@ from policies.cost.model import CostModel
 from policies.flexgen import FlexGen
 from policies.placement import host_placement
 from policies.plan.op import Attention
-from policies.schedule import Zigzag
+from policies.step_ops import Zigzag
 from policies.tightllm import TightLLM
 from policies.trace.metrics import metrics
 from sim.engine import SimBackend

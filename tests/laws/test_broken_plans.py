@@ -19,7 +19,8 @@ from policies.drive import Decision
 from policies.errors import PlanError
 from policies.plan.memory import Buffers
 from policies.plan.op import Kind
-from policies.schedule import Zigzag, zigzag
+from policies.schedule import zigzag
+from policies.step_ops import Zigzag
 from tests.policies_table import POLICIES, FixedRecompute
 
 

@@ -14,7 +14,7 @@ from calibrate.grid import Case, cases
 from calibrate.predict import predicted_s, work
 from calibrate.presets import FULL, MIB, TINY
 from calibrate.profile import find_profile, fit_profile, read_profile, write_profile
-from calibrate.quality import GROUPS_OF, fit_points, leave_one_out_curve
+from calibrate.quality import GROUPS_OF, fit_points, leave_one_out_curve, leave_one_out_grid
 from calibrate.record import Machine, Point
 from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import HardwareProfile, Link
@@ -43,8 +43,10 @@ TRUTH = replace(
     attention_window=Grid(
         tuple(map(float, TINY.window_queries)),
         tuple(map(float, TINY.window_contexts)),
-        ((1e11, 2e11), (2e11, 4e11)),
+        ((1e11, 2e11), (2e11, 4e11), (2e11, 4.5e11)),  # no 128 queries over 64 keys: held
     ),
+    attention_unfused_decode=Curve(tuple(map(float, TINY.unfused_contexts)), (1e11, 1.5e11)),
+    attention_unfused_prefill=Curve(tuple(map(float, TINY.unfused_contexts)), (2e9, 3e9)),
 )
 
 
@@ -132,6 +134,44 @@ def test_attention_rate_is_the_median_by_work() -> None:
     biggest = work("attention_decode", points[2].x) / 4.0
     assert fit.fit_decode(points).y == pytest.approx((biggest,))
     assert fit.weighted_median([3.0, 1.0], [1.0, 1.0]) == 2.0
+
+
+def test_unfused_rates_are_both_there_or_neither() -> None:
+    def lack(group: str) -> HardwareProfile:
+        return fit_profile([p for p in synthetic(TRUTH) if p.group != group], "mine").hardware
+
+    for group in ("attention_unfused_decode", "attention_unfused_prefill"):
+        hardware = lack(group)
+        assert (hardware.attention_unfused_decode, hardware.attention_unfused_prefill) == (
+            None,
+        ) * 2
+        assert not {name for name in hardware.provenance if "unfused" in name}
+
+
+def test_unfused_prefill_amounts_to_scores() -> None:
+    x = {"batch": 2, "queries": 64, "keys": 64, "n_heads": 8, "n_kv_heads": 2, "head_dim": 64,
+         "elem_bytes": 2}  # fmt: skip
+    points = [point(Case("attention_unfused_prefill", x), (4.0,))]
+    assert fit.fit_unfused_prefill(points).y == pytest.approx((2 * 8 * 64 * 64 / 4.0,))
+
+
+def test_a_window_has_no_more_queries_than_keys() -> None:
+    """Cells that cannot be measured hold their context's last rate and are not left out."""
+    queries, contexts = (16.0, 64.0), (32.0, 128.0)
+    points = [
+        point(Case("attention_window", {"batch": 1, "queries": q, "keys": k, "n_heads": 1,
+                                        "n_kv_heads": 1, "head_dim": 64, "elem_bytes": 2}), (s,))
+        for q, k, s in ((16, 32, 1.0), (16, 128, 2.0), (64, 128, 3.0))
+    ]  # fmt: skip
+    grid = fit.fit_window(points)
+    assert (grid.x, grid.y) == (queries, contexts)
+    assert grid.z[1][0] == grid.z[0][0]
+    assert grid.z[1][1] == pytest.approx(work("attention_window", points[2].x) / 3.0)
+    three = Grid((1, 8, 32), (8, 32, 64), ((1, 2, 3), (4, 9, 7), (4, 5, 6)))
+    columns = [Curve((1, 8, 32), (2, 9, 5)), Curve((1, 8, 32), (3, 7, 6))]
+    rows = [Curve((8, 32, 64), (1, 2, 3)), Curve((8, 32, 64), (4, 9, 7))]
+    expected = [e for line in (*columns, *rows) for e in leave_one_out_curve(line)]
+    assert leave_one_out_grid(three) == pytest.approx(tuple(expected))
 
 
 def test_time_never_falls_along_a_curve() -> None:

@@ -117,6 +117,33 @@ def test_unfused_attention_is_memory_traffic():
     assert costs().flops(unfused) == costs().flops(fused)
 
 
+def test_unfused_attention_by_its_measured_rates():
+    """One query: the rate of the cache; all queries: that of scores; between them a line."""
+    measured = replace(
+        FLAT,
+        attention_unfused_decode=Curve((1, 4096), (1e11, 1e11)),
+        attention_unfused_prefill=Curve((1, 4096), (2e10, 2e10)),
+    )
+
+    def attention_s(hardware, **amounts):
+        part = forward(Scope.ATTENTION, attention=Attention.UNFUSED, **amounts)
+        rows = {"n_new": part.n_new + part.n_recompute, "n_ctx": 0}
+        rest = [forward(s, **rows) for s in (Scope.QKV, Scope.OUTPUT)]
+        return costs(OPT, hardware).seconds(part) - sum(costs().seconds(op) for op in rest)
+
+    one_s = 8 * 100 * 2 * OPT.d_model * 2 / 1e11
+    all_s = 8 * OPT.n_heads * 100 * 100 / 2e10
+    assert attention_s(measured) == pytest.approx(one_s, rel=1e-9)
+    assert attention_s(measured, n_new=100, n_ctx=0) == pytest.approx(all_s, rel=1e-9)
+    half = one_s + 49 / 99 * (all_s - one_s)
+    assert attention_s(measured, n_recompute=49) == pytest.approx(half, rel=1e-9)
+    fused = forward(Scope.ATTENTION)
+    assert costs(OPT, measured).seconds(fused) == costs().seconds(fused)
+    beyond = costs(OPT, measured)
+    beyond.seconds(forward(Scope.ATTENTION, attention=Attention.UNFUSED, n_ctx=5000))
+    assert beyond.extrapolated == {"attention_unfused"}
+
+
 def test_launches_bound_small_forwards():
     slow = replace(FLAT, launch_s=1e-3)
     op = forward(Scope.MLP, n_seqs=1)

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from policies.spec.hardware import HardwareProfile, Link
+from policies.spec.curve import Curve
+from policies.spec.hardware import OPTIONAL, HardwareProfile, Link
 from policies.spec.hardware_build import hardware_from_mapping
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -141,8 +142,10 @@ def test_profile_parses_alike_in_both_yaml_readers(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_has_a_provenance(name: str) -> None:
-    numbers = {f.name for f in fields(HardwareProfile)} - {"name", "provenance"}
-    assert set(profile(name).provenance) == numbers
+    hardware = profile(name)
+    numbers = {f.name for f in fields(hardware) if getattr(hardware, f.name) is not None}
+    assert set(hardware.provenance) == numbers - {"name", "provenance"}
+    assert {f.name for f in fields(hardware)} - numbers <= set(OPTIONAL)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -272,9 +275,9 @@ def test_parser_names_the_field_that_it_refuses(
 def test_parser_keeps_every_value() -> None:
     """No field is dropped, swapped with its neighbour or converted to another unit."""
     data, hardware = read("h200"), profile("h200")
-    assert [f.name for f in fields(HardwareProfile)] == sorted(
-        data, key=[f.name for f in fields(HardwareProfile)].index
-    )
+    names = [f.name for f in fields(HardwareProfile)]
+    assert set(names) - set(OPTIONAL) == set(data)
+    assert sorted(data, key=names.index) == [name for name in names if name in data]
     for name, raw in data.items():
         value = getattr(hardware, name)
         if name == "provenance":
@@ -298,3 +301,24 @@ def test_profile_without_provenance_of_one_field_is_refused() -> None:
     partial = {k: v for k, v in hardware.provenance.items() if k != "duplex"}
     with pytest.raises(ValueError, match="no entry for duplex"):
         replace(hardware, provenance=partial)
+
+
+def test_curves_that_a_profile_may_lack() -> None:
+    data = copy.deepcopy(read("h200"))
+    source = {"kind": "measured", "source": "here"}
+    curves: dict[str, object] = {
+        "attention_unfused_decode": {"x": [128, 1024], "y": [2.0e11, 3.0e11]},
+        "attention_unfused_prefill": {"x": [256], "y": [1.0e11]},
+    }
+    assert hardware_from_mapping({**data, **dict.fromkeys(curves)}) == profile("h200")
+    both = {**data, **curves, "provenance": {**data["provenance"], **dict.fromkeys(curves, source)}}  # type: ignore[dict-item]
+    hardware = hardware_from_mapping(both)
+    assert hardware.attention_unfused_decode == Curve((128, 1024), (2e11, 3e11))
+    assert hardware.attention_unfused_prefill == Curve((256,), (1e11,))
+    with pytest.raises(ValueError, match=r"no entry for attention_unfused_decode"):
+        hardware_from_mapping({**data, **curves})
+    one = {**both, "attention_unfused_decode": None}
+    with pytest.raises(ValueError, match=r"hardware\.attention_unfused_decode: is null"):
+        hardware_from_mapping(one)
+    with pytest.raises(ValueError, match=r"attention_unfused_prefill\.y: 0\.5 must be >= 1"):
+        replace(hardware, attention_unfused_prefill=Curve((256,), (0.5,)))

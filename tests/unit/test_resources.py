@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from policies.spec.curve import Curve
 from policies.spec.hardware import HardwareProfile, Provenance
 from sim.resources import (
     RESOURCES,
@@ -18,15 +19,20 @@ from sim.resources import (
 from tests.policies_table import SMALL
 
 NAMES = {f.name for f in fields(HardwareProfile)}
+WHOLE = replace(
+    SMALL,
+    attention_unfused_decode=Curve((128, 1024), (1e11, 2e11)),
+    attention_unfused_prefill=Curve((128, 1024), (1e10, 2e10)),
+)
 
 
 @pytest.mark.parametrize("resource", RESOURCES)
 def test_a_resource_scales_its_numbers_and_no_other(resource):
-    more = scaled(SMALL, resource, 2.0)
-    changed = {name for name in NAMES if getattr(more, name) != getattr(SMALL, name)}
+    more = scaled(WHOLE, resource, 2.0)
+    changed = {name for name in NAMES if getattr(more, name) != getattr(WHOLE, name)}
     assert changed == set(RESOURCES[resource])
     for name in changed:
-        old, new = getattr(SMALL, name), getattr(more, name)
+        old, new = getattr(WHOLE, name), getattr(more, name)
         if hasattr(old, "bytes_per_s"):
             assert (new.latency_s, new.bytes_per_s) == (old.latency_s, 2 * old.bytes_per_s)
         elif hasattr(old, "z"):
@@ -37,6 +43,15 @@ def test_a_resource_scales_its_numbers_and_no_other(resource):
             assert np.array_equal(new.y, 2 * np.array(old.y))
         else:
             assert new == 2 * old
+
+
+def test_curves_that_a_profile_lacks_stay_lacking():
+    assert scaled(SMALL, "hbm", 2.0).attention_unfused_decode is None
+    deviations = dict.fromkeys(UNCERTAIN, 0.1)
+    drawn = draw(SMALL, deviations, np.random.default_rng(1))
+    more = draw(WHOLE, deviations, np.random.default_rng(1))
+    assert set(more) - set(drawn) == {"attention_unfused_decode", "attention_unfused_prefill"}
+    assert with_factors(SMALL, more).attention_unfused_prefill is None
 
 
 def test_every_rate_belongs_to_one_resource():

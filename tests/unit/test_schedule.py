@@ -10,8 +10,8 @@ import pytest
 from policies.drive import Decision
 from policies.flexgen import FlexGen
 from policies.plan.op import Attention, Kind, Op
-from policies.schedule import Zigzag
 from policies.spec.workload import Batch, Block
+from policies.step_ops import Zigzag
 from tests.policies_table import OPT, FixedRecompute, Planned, Scenario, planned
 
 TWO = replace(OPT, n_layers=2)

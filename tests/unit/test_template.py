@@ -280,16 +280,18 @@ def test_untraceable_policies_are_named(policy):
 def test_variables_of_a_step():
     plan, steps = steps_of(FixedRecompute((0, 64)), Scenario(OPT, one_block(2, 32, 256, 3)))
     x = variables(steps)
-    assert x.shape == (3, 6 + 7 * 2)
+    assert x.shape == (3, 6 + 15 * 2)
     assert x[1].tolist() == [
         *(1, 0, 3),  # step, block, max_new
         *(0.0, 1.0, 0.0),  # shares of the KV
         *(256, 256),  # prompt_len
         *(32, 32),  # n_seqs
-        *(192, 192),  # n_stored
+        *(0, 0, 192, 192, 192, 192, 192, 192),  # homes: KV of 192 tokens
         *(64, 64),  # n_recompute
         *(1, 1),  # slices
+        *(0, 0, 0, 0),  # n_front, on_cpu
         *(0, 0),  # n_recompute of the next step
         *(1, 1),
+        *(0, 0, 0, 0, 0, 0),  # and its n_front, on_cpu, n_inputs
     ]
     assert SMALL.name == plan.hardware.name

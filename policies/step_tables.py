@@ -1,0 +1,126 @@
+"""Tabulated costs of a step's slots: what the integer program of ``policies.ilp`` knows.
+
+Times are those of one layer, the one with most weights to stream. What readers get wrong: where the
+first tokens of a batch are kept as layer inputs, recomputing more of the tail takes away loads of
+KV first, and projections only once all KV is recomputed.
+"""
+
+from __future__ import annotations
+
+from policies.drive import StepContext
+from policies.homes import Homes, Source
+from policies.plan.op import Attention, Kind, Lane, Op, Scope
+from policies.slot_problem import SlotProblem
+
+_MIN_SLICE_BYTES = 16 * 2**20  # below this a copy's latency shows
+_MOVES = {
+    Source.KV: (Kind.READ_KV, Kind.LOAD_KV),
+    Source.INPUT: (Kind.READ_ACT, Kind.LOAD_ACT),
+}
+_SCOPE = {Source.KV: Scope.LAYER, Source.INPUT: Scope.INPUT}
+
+
+class StepTables:
+    """Costs of a step of context ``context`` whose first ``heads[b]`` tokens lie as inputs."""
+
+    def __init__(
+        self,
+        ctx: StepContext,
+        context: tuple[int, ...],
+        heads: tuple[int, ...],
+        *,
+        attention: Attention,
+        n_slices: int | None,
+        serial_links: bool,
+    ) -> None:
+        self.ctx, self.context, self.heads = ctx, context, heads
+        self.attention, self.serial_links = attention, serial_links
+        model, placement = ctx.model, ctx.placement
+        sizes = [placement.streamed_bytes(model, i, Scope.LAYER) for i in range(model.n_layers)]
+        self.layer = max(range(model.n_layers), key=sizes.__getitem__)
+        self.n_slices = 0
+        if sizes[self.layer]:
+            wanted = n_slices or 4 * ctx.n_batches
+            self.n_slices = max(1, min(wanted, sizes[self.layer] // _MIN_SLICE_BYTES))
+
+    def sliced(self, candidates: tuple[tuple[int, ...], ...]) -> SlotProblem:
+        """Pieces of the layer's weights are free to move in any slot."""
+        return self._problem(candidates, self.n_slices)
+
+    def unsliced(self, candidates: tuple[tuple[int, ...], ...]) -> SlotProblem:
+        """The whole layer moves in batch 0's slot, beside the KV of the batch after it."""
+        return self._problem(candidates, 0)
+
+    def _problem(self, candidates: tuple[tuple[int, ...], ...], n_slices: int) -> SlotProblem:
+        n = len(self.context)
+        moved = [[self._moved_s(b, c) for c in candidates[b]] for b in range(n)]
+        h2d = [[h2d_s for h2d_s, _ in row] for row in moved]
+        disk = [[disk_s for _, disk_s in row] for row in moved]
+        if not n_slices:
+            after = 1 % n
+            h2d[after] = [t + self._weight_s(Kind.LOAD_WEIGHT, 1) for t in h2d[after]]
+            disk[after] = [t + self._weight_s(Kind.READ_WEIGHT, 1) for t in disk[after]]
+        return SlotProblem(
+            candidates=candidates,
+            compute_s=tuple(tuple(self.compute_s(b, c) for c in candidates[b]) for b in range(n)),
+            kv_h2d_s=tuple(map(tuple, h2d)),
+            kv_disk_s=tuple(map(tuple, disk)),
+            slice_h2d_s=self._weight_s(Kind.LOAD_WEIGHT, n_slices) if n_slices else 0.0,
+            slice_disk_s=self._weight_s(Kind.READ_WEIGHT, n_slices) if n_slices else 0.0,
+            n_slices=n_slices,
+            serial_links=self.serial_links,
+        )
+
+    def bound_s(self, n_recompute: tuple[int, ...]) -> float:
+        """Seconds of the busiest resource in one layer: what no schedule can beat."""
+        moved = [self._moved_s(b, n) for b, n in enumerate(n_recompute)]
+        return max(
+            sum(self.compute_s(b, n) for b, n in enumerate(n_recompute)),
+            sum(h2d_s for h2d_s, _ in moved) + self._weight_s(Kind.LOAD_WEIGHT, 1),
+            sum(disk_s for _, disk_s in moved) + self._weight_s(Kind.READ_WEIGHT, 1),
+        )
+
+    def compute_s(self, b: int, n_recompute: int) -> float:
+        """Seconds of batch b's forward."""
+        batch, context = self.ctx.block.batches[b], self.context[b]
+        return self.ctx.belief.seconds(
+            Op(
+                Kind.FORWARD,
+                self.ctx.block.index,
+                self.ctx.step,
+                self.layer,
+                n_seqs=batch.n_seqs,
+                n_new=batch.prompt_len if self.ctx.is_prefill else 1,
+                n_recompute=n_recompute,
+                n_ctx=context,
+                n_project=min(self.heads[b], context - n_recompute),
+                attention=self.attention,
+            )
+        )
+
+    def _moved_s(self, b: int, n_recompute: int) -> tuple[float, float]:
+        """Seconds of H2D and of disk for what batch b takes from homes."""
+        load = self.context[b] - n_recompute
+        h2d_s = disk_s = 0.0
+        for held in Homes.headed(self.heads[b], load).ranges(0, load):
+            for kind in _MOVES[held.source]:
+                op = Op(
+                    kind,
+                    self.ctx.block.index,
+                    self.ctx.step,
+                    self.layer,
+                    scope=_SCOPE[held.source],
+                    n_seqs=self.ctx.block.batches[b].n_seqs,
+                    start=held.start,
+                    stop=held.stop,
+                )
+                seconds = self.ctx.belief.seconds(op)
+                if op.lane is Lane.DISK:
+                    disk_s += seconds
+                else:
+                    h2d_s += seconds
+        return h2d_s, disk_s
+
+    def _weight_s(self, kind: Kind, n_parts: int) -> float:
+        g, s = self.ctx.block.index, self.ctx.step
+        return self.ctx.belief.seconds(Op(kind, g, s, self.layer, n_parts=n_parts))
