@@ -26,11 +26,11 @@ _AXIS = {
     "attention_prefill": ("keys", "context, tokens"),
     "attention_window": ("queries", "queries"),
     "attention_unfused_decode": ("keys", "context, tokens"),
-    "attention_unfused_prefill": ("keys", "context, tokens"),
+    "attention_unfused_scores": ("keys", "context, tokens"),
     "cpu_attention_bytes_per_s": ("keys", "context, tokens"),
 }
 _FLOPS = ("gemm", "attention_prefill", "attention_window")
-_UNITS = {**dict.fromkeys(_FLOPS, "FLOP/s"), "attention_unfused_prefill": "scores/s"}
+_UNITS = {**dict.fromkeys(_FLOPS, "FLOP/s"), "attention_unfused_scores": "scores/s"}
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression, least_squares, nnls
 
+from calibrate.grid import kv_bytes
 from calibrate.predict import work
 from calibrate.record import Point
 from policies.cost.flops import causal_pairs
@@ -148,9 +149,18 @@ def fit_window(points: Sequence[Point]) -> Grid:
     return Grid(queries, tuple(columns), rows)
 
 
-def fit_unfused_prefill(points: Sequence[Point]) -> Curve:
-    """Scores/s by context; the time of one sequence never falls as it grows."""
-    return curve_of(_medians(points, "keys"), lambda n: n * n)
+def fit_unfused_scores(points: Sequence[Point], first: Curve) -> Curve:
+    """Scores/s of further queries by context: prefills less the time of ``first`` for their KV.
+
+    At least a tenth of a prefill is its scores, whatever noise says. The time of one sequence never
+    falls as it grows.
+    """
+    rates = {}
+    for keys, group in _by(points, "keys").items():
+        scores = [work(p.group, p.x) * (1.0 - 1.0 / keys) for p in group]
+        spent = [max(p.median_s - kv_bytes(p.x) / first(keys), 0.1 * p.median_s) for p in group]
+        rates[keys] = weighted_median([n / s for n, s in zip(scores, spent, strict=True)], scores)
+    return curve_of(rates, lambda n: n * n)
 
 
 def curve_of(rates: Mapping[float, float], amount: Callable[[float], float]) -> Curve:

@@ -149,7 +149,7 @@ def _attention(preset: Preset) -> Iterator[Case]:
 
 
 def _unfused(preset: Preset) -> Iterator[Case]:
-    """One query and as many as keys; between the two only held-out points, see the cost model."""
+    """One query and as many as keys; between them only held out: the cost model draws a line."""
     case = _attention_case(preset)
     for i, keys in enumerate(reversed(preset.unfused_contexts)):
         for heads in preset.heads:

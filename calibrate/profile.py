@@ -61,7 +61,7 @@ _HOW = {
     "attention_prefill": "the engine's fused attention, causal: median weighted by FLOPs",
     "attention_window": "the engine's fused attention, last queries: median weighted by FLOPs",
     "attention_unfused_decode": "the engine's separate kernels, one query: median by bytes",
-    "attention_unfused_prefill": "the engine's separate kernels: median by scores",
+    "attention_unfused_scores": "separate kernels, a prefill less its cache: median by scores",
     "cpu_attention_bytes_per_s": "torch SDPA in float32 over KV in host memory, all threads",
     "cpu_bytes_per_s": "torch sum over host memory, all threads",
     "launch_s": "host time to issue one small torch linear",
@@ -133,12 +133,13 @@ def _fitted_values(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, s
 
 def _unfused(used: Mapping[str, Sequence[Point]]) -> dict[str, Curve]:
     """Both curves of attention by separate kernels, or none: the cost model counts passes then."""
-    decode, prefill = used["attention_unfused_decode"], used["attention_unfused_prefill"]
+    decode, prefill = used["attention_unfused_decode"], used["attention_unfused_scores"]
     if not decode or not prefill:
         return {}
+    first = fit.fit_decode(decode)
     return {
-        "attention_unfused_decode": fit.fit_decode(decode),
-        "attention_unfused_prefill": fit.fit_unfused_prefill(prefill),
+        "attention_unfused_decode": first,
+        "attention_unfused_scores": fit.fit_unfused_scores(prefill, first),
     }
 
 

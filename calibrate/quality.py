@@ -38,7 +38,7 @@ GROUPS_OF: Mapping[str, tuple[str, ...]] = {
     "attention_prefill": ("attention_prefill",),
     "attention_window": ("attention_window",),
     "attention_unfused_decode": ("attention_unfused_decode",),
-    "attention_unfused_prefill": ("attention_unfused_prefill",),
+    "attention_unfused_scores": ("attention_unfused_prefill",),
     "cpu_attention_bytes_per_s": ("cpu_attention",),
     "cpu_bytes_per_s": ("cpu_read",),
     "launch_s": ("launch",),

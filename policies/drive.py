@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Protocol
 
 from policies.cost.model import CostModel
+from policies.feedback import Refit
 from policies.homes import Held, Homes, Source
 from policies.placement import Placement
 from policies.plan.memory import Buffers
@@ -18,7 +20,7 @@ from policies.plan.op import Kind, Op
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
-from policies.trace.span import Trace
+from policies.trace.span import Span, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,11 @@ class Backend(Protocol):
 
 Observer = Callable[[int, int, Decision], None]
 
+Ended = Callable[[int, int], Iterable[tuple[Op, Span]]]
+"""``ended(block, step)``: ops that have ended since it was last asked and that work for steps up to
+``step`` of ``block``, or for blocks before it.
+"""
+
 
 def drive(
     policy: Policy,
@@ -165,37 +172,64 @@ def drive(
 
     ``observe(block, step, decision)`` is called once for each step, in order.
     """
+    for ops in drive_steps(policy, blocks, belief, observe):
+        yield from ops
+
+
+def drive_steps(
+    policy: Policy,
+    blocks: Sequence[Block],
+    belief: CostModel,
+    observe: Observer = lambda _block, _step, _decision: None,
+    ended: Ended | None = None,
+) -> Iterator[Iterator[Op]]:
+    """The same, step by step: the ops of a step, a block's last one with the FENCE.
+
+    A step is to be used up before the next is asked for. When step s is, the decision of step s+1
+    is taken. A policy whose ``feedback`` is true then believes what ``ended`` shows of steps up to
+    s-2, those that an executor has behind it if it keeps two steps in flight. Without ``ended`` its
+    loop stays open.
+    """
+    refit = Refit(belief) if ended is not None and wants_feedback(policy) else None
     memo: dict[Hashable, Decision] = {}
     for block in blocks:
-        yield from _drive_block(policy, block, belief, memo, observe)
-        yield Op(
-            Kind.FENCE, block.index, block.max_new - 1, belief.model.n_layers, len(block.batches)
-        )
+        homes = (Homes(),) * len(block.batches)
+        now = policy.decide(_context(0, block, belief, homes, memo))
+        for step in range(block.max_new):
+            if refit is not None and ended is not None:
+                found = refit.add(ended(block.index, step - 2))
+                if found is not belief:
+                    belief, memo = found, {}
+            ctx = _context(step, block, belief, homes, memo)
+            after = None if ctx.is_last else _context(step + 1, block, belief, homes, memo)
+            then = None if after is None else policy.decide(after)
+            observe(block.index, step, now)
+            ops = policy.step(ctx, now, then)
+            yield chain(ops, (_end_of(block, belief),)) if ctx.is_last else ops
+            if then is not None:
+                homes = stored_after(homes, ctx.n_ctx(step + 1), then)
+                now = then
 
 
-def _drive_block(
-    policy: Policy,
+def wants_feedback(policy: Policy) -> bool:
+    """Whether a policy's belief is to be re-fitted: ``feedback``, for those that have it."""
+    return bool(getattr(policy, "feedback", False))
+
+
+def _context(
+    step: int,
     block: Block,
     belief: CostModel,
+    homes: tuple[Homes, ...],
     memo: dict[Hashable, Decision],
-    observe: Observer,
-) -> Iterator[Op]:
-    homes = (Homes(),) * len(block.batches)
+) -> StepContext:
+    return StepContext(
+        step, block, belief.model, belief.hardware, belief.placement, belief, homes, memo
+    )
 
-    def context(step: int) -> StepContext:
-        return StepContext(
-            step, block, belief.model, belief.hardware, belief.placement, belief, homes, memo
-        )
 
-    now = policy.decide(context(0))
-    for step in range(block.max_new):
-        ctx = context(step)
-        then = policy.decide(context(step + 1)) if not ctx.is_last else None
-        observe(block.index, step, now)
-        yield from policy.step(ctx, now, then)
-        if then is not None:
-            homes = stored_after(homes, ctx.n_ctx(step + 1), then)
-            now = then
+def _end_of(block: Block, belief: CostModel) -> Op:
+    return Op(Kind.FENCE, block.index, block.max_new - 1, belief.model.n_layers, len(block.batches))
 
 
 def stored_after(

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from policies.cost.kvpr import kvpr_split
 from policies.cost.model import CostModel
 from policies.drive import StepContext
 from policies.errors import OutOfMemory
 from policies.homes import Homes
 from policies.placement import Placement
-from policies.plan.memory import Buffers, check_run
+from policies.plan.memory import check_run
+from policies.plan.op import Kind, Op, Scope
+from policies.planner import Planner
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
@@ -27,8 +31,9 @@ Inputs = tuple[tuple[int, ...], ...]
 Place = Callable[[Sequence[Block], Inputs], Placement]
 
 _GRID = 16  # shares of the first round
+_NEAR = 1.05  # bounds within 5 % of the least may belong to the best plan
 _ROUNDS = 2  # further rounds, each twice as fine around the best
-_TAILS = 64  # shares of the context that may be recomputed
+_ALIKE = 1.005  # predicted steps within half a per cent are alike
 _BUCKET = 64  # tokens: blocks whose lengths fall into the same buckets share a choice
 
 
@@ -39,8 +44,7 @@ class HeadSearch:
     model: ModelSpec
     hardware: HardwareProfile
     place: Place
-    buffers: Buffers
-    recompute: bool
+    planner: Planner
 
     def heads(self, blocks: Sequence[Block]) -> Inputs:
         """Tokens of each batch of each block whose homes hold layer inputs."""
@@ -55,31 +59,72 @@ class HeadSearch:
         return tuple(out)
 
     def share(self, block: Block) -> float:
-        """The best share of a block's tokens, from 0 to 1; 0 where nothing is decoded."""
+        """The best share of a block's tokens, from 0 to 1; 0 where nothing is decoded.
+
+        Shares whose bound is nearly the least are compared by a predicted step in the middle of
+        the generation, because no schedule overlaps perfectly. Of steps that are alike the one that
+        computes least is taken: it is the safer one if the belief is wrong.
+        """
         if block.max_new < 2:
             return 0.0
-        seen: dict[int, float] = {}
-        finest = _GRID << _ROUNDS
+        bounds = self._bounds(block)
+        least = min(bounds.values())
+        if least == float("inf"):
+            return 0.0  # fits nowhere; the memory plan says so
+        near = [share for share in bounds if bounds[share] <= _NEAR * least]
+        best = min(near, key=lambda share: (bounds[share], share))
+        tried = sorted({min(near), best, max(near), *self.corners(block)})
+        if len(tried) == 1:
+            return tried[0]
+        found = {share: self._predicted(block, share) for share in tried}
+        shortest = min(step_s for step_s, _ in found.values())
+        alike = [share for share in tried if found[share][0] <= _ALIKE * shortest]
+        return min(alike, key=lambda share: (found[share][1], share))
+
+    def _bounds(self, block: Block) -> dict[float, float]:
+        """Seconds of one layer over the decode steps under perfect overlap, by share."""
+        seen: dict[float, float] = {}
         costs: dict[object, CostModel] = {}
 
-        def seconds(step: int) -> float:
-            if step not in seen:
-                seen[step] = self._decode_s(block, step / finest, costs)
-            return seen[step]
+        def seconds(share: float) -> float:
+            if share not in seen:
+                seen[share] = self._decode_s(block, share, costs)
+            return seen[share]
 
-        tried = list(range(0, finest + 1, finest // _GRID))
-        for fineness in range(1, _ROUNDS + 2):
+        tried = [i / _GRID for i in range(_GRID + 1)]
+        gap = 1.0 / _GRID
+        for share in self.corners(block):
+            seconds(share)
+        for _ in range(_ROUNDS):
             best = min(tried, key=seconds)  # of equal ones the least
-            gap = (finest // _GRID) >> fineness
-            tried = [i for i in (best - gap, best, best + gap) if gap and 0 <= i <= finest] or tried
-        return min(seen, key=lambda i: (seen[i], i)) / finest
+            gap /= 2
+            tried = [share for share in (best - gap, best, best + gap) if 0 <= share <= 1]
+        min(tried, key=seconds)
+        return seen
+
+    def _predicted(self, block: Block, share: float) -> tuple[float, float]:
+        """Seconds of a step in the middle, and of its compute alone."""
+        heads = heads_of(block, share)
+        belief = CostModel(self.model, self.hardware, self.place([block], (heads,)))
+        homes = (Homes(),) * len(block.batches)
+        ctx = StepContext(
+            block.max_new // 2, block, self.model, self.hardware, belief.placement, belief, homes,
+            {},
+        )  # fmt: skip
+        return self.planner.predicted(ctx, heads)
+
+    def corners(self, block: Block) -> tuple[float, ...]:
+        """Shares that other policies would take: none, KVPR's and HybridServe's."""
+        belief = CostModel(self.model, self.hardware, self.place([block], ()))
+        tokens = token_seconds(belief, block)
+        return (0.0, kvpr_share(tokens), hybridserve_share(tokens))
 
     def _decode_s(self, block: Block, share: float, costs: dict[object, CostModel]) -> float:
         """Seconds of one layer over the decode steps; infinite if the homes fit no tier."""
         heads = heads_of(block, share)
         placement = self.place([block], (heads,))
         try:
-            check_run(self.model, self.hardware, placement, self.buffers, [block])
+            check_run(self.model, self.hardware, placement, self.planner.schedule.buffers, [block])
         except OutOfMemory:
             return float("inf")
         key = (placement.weights, placement.kv)
@@ -96,27 +141,79 @@ class HeadSearch:
             step, block, self.model, self.hardware, belief.placement, belief, homes, {}
         )
         tables = StepTables(
-            ctx, ctx.n_ctx(), heads, attention=self.buffers.attention, n_slices=None,
+            ctx, ctx.n_ctx(), heads, attention=self.planner.schedule.attention, n_slices=None,
             serial_links=False,
         )  # fmt: skip
 
-        def bound_s(tail: int) -> float:
-            return tables.bound_s(tuple(n * tail // _TAILS for n in ctx.n_ctx()))
-
-        if not self.recompute:
-            return bound_s(0)
-        # Compute grows with the tail and transfers fall: the bound has one valley.
-        low, high = 0, _TAILS
-        while high - low > 2:
-            left, right = low + (high - low) // 3, high - (high - low) // 3
-            if bound_s(left) <= bound_s(right):
-                high = right
-            else:
-                low = left
-        return min(bound_s(tail) for tail in range(low, high + 1))
+        tails = tables.even_tails() if self.planner.distributor else (0,) * len(block.batches)
+        return tables.bound_s(tails)
 
 
 def heads_of(block: Block, share: float) -> tuple[int, ...]:
     """A share of the tokens that every sequence of a batch reaches, rounded."""
     longest = (batch.prompt_len + block.max_new - 1 for batch in block.batches)
     return tuple(round(share * tokens) for tokens in longest)
+
+
+def kvpr_share(tokens: TokenTimes) -> float:
+    """Share of the context that KVPR projects while weights are streamed."""
+    split = kvpr_split(
+        tokens.n_ctx,
+        tokens.load_kv_s,
+        tokens.load_input_s,
+        tokens.project_s,
+        tokens.weights_s,
+        "row" if tokens.weights_s == 0 else "column",
+    )
+    return split.n_project / tokens.n_ctx
+
+
+def hybridserve_share(tokens: TokenTimes) -> float:
+    """Share of the context whose projection lasts as long as the weights; 0 if inputs are large."""
+    if tokens.load_input_s >= tokens.load_kv_s:
+        return 0.0
+    return min(1.0, tokens.weights_s / (tokens.project_s * tokens.n_ctx))
+
+
+class TokenTimes(NamedTuple):
+    """Mean seconds of one cached token of all sequences of a block, in one layer.
+
+    ``n_ctx`` is the mean context of its middle decode step; ``weights_s`` is the layer's on the
+    link.
+    """
+
+    n_ctx: int
+    load_kv_s: float
+    load_input_s: float
+    project_s: float
+    weights_s: float
+
+
+def token_seconds(belief: CostModel, block: Block) -> TokenTimes:
+    """Times per token, each kind priced for whole batches: a copy's latency counts once."""
+    step = block.max_new // 2
+    n_seqs = sum(batch.n_seqs for batch in block.batches)
+    rows = sum(batch.n_seqs * (batch.prompt_len + step - 1) for batch in block.batches)
+    n_ctx = max(1, rows // n_seqs)
+    layer = belief.heaviest_layer()
+
+    def each(kind: Kind, scope: Scope) -> float:
+        total = 0.0
+        for batch in block.batches:
+            tokens = batch.prompt_len + step - 1
+            op = Op(kind, block.index, step, layer, scope=scope, n_seqs=batch.n_seqs, stop=tokens)
+            total += belief.seconds(op)
+        return total / n_ctx
+
+    project_s = sum(
+        belief.projection_seconds(batch.n_seqs * (batch.prompt_len + step - 1))
+        for batch in block.batches
+    )
+    weights = Op(Kind.LOAD_WEIGHT, block.index, step, layer)
+    return TokenTimes(
+        n_ctx,
+        each(Kind.LOAD_KV, Scope.LAYER),
+        each(Kind.LOAD_ACT, Scope.INPUT),
+        project_s / n_ctx,
+        belief.seconds(weights),
+    )

@@ -7,19 +7,21 @@ plan of a shorter model is run through the recurrence of ``plan.predict`` with t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
 from policies.cost.model import CostModel
-from policies.drive import Decision, StepContext, with_inputs
+from policies.drive import Decision, StepContext, stored_after, with_inputs
 from policies.homes import Homes
 from policies.plan.link import link
-from policies.plan.op import Kind
+from policies.plan.op import Kind, Op
 from policies.plan.predict import predict
 from policies.schedule import zigzag
 from policies.step_ops import Zigzag
 
 PREDICTED_LAYERS = 8  # layers of the shorter model that predicts a step
+_FEW_STEPS = 3  # decode steps of a block in which its beginning and end count
 
 
 class Horizon:
@@ -30,8 +32,15 @@ class Horizon:
     layers are run for two steps and the length is extended to the model's depth.
     """
 
-    def __init__(self, schedule: Zigzag, ctx: StepContext, heads: tuple[int, ...]) -> None:
-        self.schedule, self.heads = schedule, heads
+    def __init__(
+        self,
+        schedule: Zigzag,
+        ctx: StepContext,
+        heads: tuple[int, ...],
+        context: tuple[int, ...],
+    ) -> None:
+        """Decisions are for ``context``: recomputing all of it means all of each step's."""
+        self.schedule, self.heads, self.context = schedule, heads, context
         self.depth = ctx.model.n_layers
         alike = len(set(ctx.placement.weights)) == 1 and not (
             ctx.model.n_experts and ctx.model.n_dense_layers
@@ -45,26 +54,72 @@ class Horizon:
 
     def step_s(self, decision: Decision) -> float:
         """Seconds from the end of one step to the end of the next, all deciding the same."""
-        first = self._context(self.ctx.step, decision)
-        decision = with_inputs(decision, self.heads, first.n_stored, first.n_ctx(first.step + 1))
-        plan = [zigzag(first, decision, decision, self.schedule)]
-        if not first.is_prefill:
-            second = self._context(first.step + 1, decision)
-            plan.append(zigzag(second, decision, decision, self.schedule))
-        linked = list(link(chain.from_iterable(plan)))
-        layers, last = self.ctx.model.n_layers, first.step + len(plan) - 1
-        ends: dict[tuple[int, int], float] = {}  # (step, layer) -> end of its last batch
+        if self.ctx.step > 0 and self.ctx.block.max_new <= _FEW_STEPS + 1:
+            return self._few_steps_s(decision)
+        step = self.ctx.step
+        steps = (step,) if self.ctx.is_prefill else (step, step + 1)
+        held = [self._at(decision, s) for s in (*steps, steps[-1] + 1)]
+        plan = []
+        for s, now, then in zip(steps, held, held[1:], strict=False):
+            ctx = self._context(s, now)
+            then = with_inputs(then, self.heads, ctx.n_stored, ctx.n_ctx(s + 1))
+            plan.append(zigzag(ctx, now, then, self.schedule))
+        ends = self._ends(chain.from_iterable(plan))
+        return self._length_s(ends, steps[-1])
+
+    def _few_steps_s(self, decision: Decision) -> float:
+        """Mean seconds of a decode step where edges count: the whole block is run."""
+        block = self.ctx.block
+        homes = (Homes(),) * self.ctx.n_batches
+        now = self._at(decision, 0)
+        plan: list[Op] = []
+        for step in range(block.max_new):
+            ctx = replace(self.ctx, step=step, homes=homes)
+            then = None
+            if not ctx.is_last:
+                then = self._at(decision, step + 1)
+                then = with_inputs(then, self.heads, ctx.n_stored, ctx.n_ctx(step + 1))
+            plan.extend(zigzag(ctx, now, then, self.schedule))
+            if then is not None:
+                homes = stored_after(homes, ctx.n_ctx(step + 1), then)
+                now = then
+        ends = self._ends(plan)
+        steps = range(1, block.max_new)
+        return sum(self._length_s(ends, step) for step in steps) / len(steps)
+
+    def _ends(self, plan: Iterable[Op]) -> dict[tuple[int, int], float]:
+        """Ends of the last forward by step and layer."""
+        linked = list(link(plan))
+        ends: dict[tuple[int, int], float] = {}
         for item, (_, end_s) in zip(linked, predict(linked, self.ctx.belief.seconds), strict=True):
             if item.op.kind is Kind.FORWARD:
                 ends[item.op.step, item.op.layer] = end_s
-        length_s = ends[last, layers] - ends.get((last - 1, layers), 0.0)
+        return ends
+
+    def _length_s(self, ends: dict[tuple[int, int], float], step: int) -> float:
+        """Seconds of a step, extended to the depth of the model."""
+        layers = self.ctx.model.n_layers
+        length_s = ends[step, layers] - ends.get((step - 1, layers), 0.0)
         if layers < self.depth:
-            inner = ends[last, layers - 2] - ends[last, 1]
+            inner = ends[step, layers - 2] - ends[step, 1]
             length_s += (self.depth - layers) * inner / (layers - 3)
         return length_s
+
+    def _at(self, decision: Decision, step: int) -> Decision:
+        """The decision as ``step`` takes it."""
+        tails = whole_tails(decision.n_recompute, self.context, self.ctx.n_ctx(step))
+        return replace(decision, n_recompute=tails)
 
     def _context(self, step: int, decision: Decision) -> StepContext:
         ctx = replace(self.ctx, step=step)
         # Steps before decided the same, too: each step stores one token, not all of the prompt.
         reach = zip(self.heads, ctx.n_ctx(), decision.n_recompute, strict=True)
         return replace(ctx, homes=tuple(Homes.headed(head, n - n_r) for head, n, n_r in reach))
+
+
+def whole_tails(
+    n_recompute: tuple[int, ...], context: tuple[int, ...], n_ctx: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Tails decided for ``context``, at ``n_ctx``: all of it means all, few loads save nothing."""
+    chosen = zip(n_recompute, context, n_ctx, strict=True)
+    return tuple(n if tail == whole else min(tail, n) for tail, whole, n in chosen)

@@ -29,7 +29,10 @@ _SCHEDULE = Zigzag(input_slots=2)
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Settings as in ``TightLLM``; ``recompute`` off leaves loading and projecting."""
+    """Settings as in ``TightLLM``; ``recompute`` off leaves loading and projecting.
+
+    With ``feedback`` tails and slices follow what is measured; homes stay as they were chosen.
+    """
 
     recompute: bool = True
     loader: bool = True
@@ -37,6 +40,7 @@ class Mixed:
     bucket_tokens: int = 32
     solver: str = "auto"
     placement: str = "host"
+    feedback: bool = False
     name: str = "mixed"
 
     def __post_init__(self) -> None:
@@ -67,7 +71,7 @@ class Mixed:
         def placed(held: Sequence[Block], inputs: Inputs) -> Placement:
             return place(model, hardware, held, self.buffers, mode=self.placement, inputs=inputs)
 
-        search = HeadSearch(model, hardware, placed, self.buffers, self.recompute)
+        search = HeadSearch(model, hardware, placed, self.planner)
         return placed(blocks, search.heads(blocks))
 
     def decide(self, ctx: StepContext) -> Decision:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policies.drive import Decision, StepContext, with_inputs
-from policies.horizon import Horizon
+from policies.horizon import Horizon, whole_tails
 from policies.ilp import plan
 from policies.slot_problem import Solution
 from policies.solver import SOLVERS
@@ -53,9 +53,7 @@ class Planner:
         if decision is None:
             decision = self._solve(ctx, context, heads)
             ctx.memo[key] = Decision(decision.n_recompute, decision.slices, decision.solver)
-        # All of a bucket's context means all of each step's: a few loaded tokens save nothing.
-        chosen = zip(decision.n_recompute, context, ctx.n_ctx(), strict=True)
-        n_recompute = tuple(n_ctx if n == known_ctx else n for n, known_ctx, n_ctx in chosen)
+        n_recompute = whole_tails(decision.n_recompute, context, ctx.n_ctx())
         spent = decision.solve_s if known is None else 0.0
         decided = Decision(n_recompute, decision.slices, decision.solver, spent)
         return with_inputs(decided, heads, ctx.n_stored, ctx.n_ctx())
@@ -63,13 +61,26 @@ class Planner:
     def _bucket(self, n_ctx: int) -> int:
         return n_ctx - n_ctx % self.bucket_tokens if n_ctx >= self.bucket_tokens else n_ctx
 
-    def _solve(
+    def predicted(self, ctx: StepContext, heads: tuple[int, ...]) -> tuple[float, float]:
+        """Predicted seconds of step ``ctx.step``, were the homes ``heads``, and of its compute."""
+        context = tuple(map(self._bucket, ctx.n_ctx()))
+        decision = self._solve(ctx, context, heads)
+        tables = self._tables(ctx, context, heads)
+        compute_s = sum(tables.compute_s(b, n) for b, n in enumerate(decision.n_recompute))
+        return Horizon(self.schedule, ctx, heads, context).step_s(decision), compute_s
+
+    def _tables(
         self, ctx: StepContext, context: tuple[int, ...], heads: tuple[int, ...]
-    ) -> Decision:
-        tables = StepTables(
+    ) -> StepTables:
+        return StepTables(
             ctx, context, heads, attention=self.schedule.attention, n_slices=self.n_slices,
             serial_links=self.serial_links,
         )  # fmt: skip
+
+    def _solve(
+        self, ctx: StepContext, context: tuple[int, ...], heads: tuple[int, ...]
+    ) -> Decision:
+        tables = self._tables(ctx, context, heads)
         longest = context if self.distributor else (0,) * len(context)
         whole = tuple(1 if b == 0 else 0 for b in range(ctx.n_batches))
         options: list[Solution] = []
@@ -85,6 +96,14 @@ class Planner:
         ]
         if any(longest):
             decisions.append(Decision((0,) * len(context), whole, options[0].solver))
-        horizon = Horizon(self.schedule, ctx, heads)
+            if self.loader and tables.n_slices:
+                even = _evenly(tables.n_slices, ctx.n_batches)
+                decisions.append(Decision(tables.even_tails(), even, options[0].solver))
+        horizon = Horizon(self.schedule, ctx, heads, context)
         best = min(decisions, key=horizon.step_s)
         return Decision(best.n_recompute, best.slices, best.solver, spent)
+
+
+def _evenly(n_slices: int, n_batches: int) -> tuple[int, ...]:
+    """Slices spread over the batches, the first ones taking what is left over."""
+    return tuple(n_slices // n_batches + (b < n_slices % n_batches) for b in range(n_batches))

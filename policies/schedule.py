@@ -42,9 +42,10 @@ class _Step(StepOps):
         for i, stage in enumerate(self.stages):
             carried = 0
             for k in range(self.nb):
-                if i + 1 < len(self.stages) and self.streamed[i + 1]:
+                step, coming = self.coming(i)
+                if coming is not None and self.streamed[coming]:
                     count = self.now.slices[k]
-                    yield from self.load_weights(self.s, i + 1, k, carried, count)
+                    yield from self.load_weights(step, coming, k, carried, count)
                     carried += count
                 yield from self.prefetch_kv(i, k)
                 if self.acts_move and i > 0:
@@ -61,12 +62,20 @@ class _Step(StepOps):
                     yield self.fence(stage.layer, k, int(stage.scope is Scope.MLP))
         yield from self.head(pending)
 
+    def coming(self, i: int) -> tuple[int, int | None]:
+        """Step and stage whose weights arrive during stage i; after the last one, the next step's
+        first, but between fences only behind the LM head.
+        """
+        if i + 1 < len(self.stages):
+            return self.s, i + 1
+        return self.s + 1, 0 if self.then is not None and not self.how.fence else None
+
     def head(self, pending: tuple[int, int] | None) -> Iterator[Op]:
         """The LM head, behind which the next step's first layer is fetched."""
         carried = 0
         for k in range(self.nb):
             if self.then is not None:
-                if self.streamed[0]:
+                if self.streamed[0] and self.how.fence:
                     count = self.now.slices[k]
                     yield from self.load_weights(self.s + 1, 0, k, carried, count)
                     carried += count

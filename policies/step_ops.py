@@ -302,10 +302,11 @@ class StepOps:
             if held.source is Source.INPUT:
                 yield from self._load_inputs(where, tokens, part)
             else:
-                yield from self._load_kv(where, tokens, part)
+                stays = self.how.attention is Attention.CPU or decision.on_cpu[batch] > 0
+                yield from self._load_kv(where, tokens, part, stays=stays)
 
     def _load_kv(
-        self, where: tuple[int, int, int], tokens: tuple[int, int], part: int
+        self, where: tuple[int, int, int], tokens: tuple[int, int], part: int, *, stays: bool
     ) -> Iterator[Op]:
         _, layer, batch = where
         slot = self.kv_in(*where)
@@ -315,7 +316,7 @@ class StepOps:
             sources = (*sources, staged)
             home = (slots.disk_kv(layer, batch),)
             yield self.kv_op(Kind.READ_KV, where, tokens, home, (staged,), (part, 1))
-        if self.how.attention is Attention.CPU or self.now.on_cpu[batch]:
+        if stays:
             return  # it attends where the KV lies, or was read to
         if self.how.kv_pinned:
             yield self.kv_op(Kind.LOAD_KV, where, tokens, sources, (slot,), (part, 1))

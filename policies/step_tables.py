@@ -13,6 +13,7 @@ from policies.plan.op import Attention, Kind, Lane, Op, Scope
 from policies.slot_problem import SlotProblem
 
 _MIN_SLICE_BYTES = 16 * 2**20  # below this a copy's latency shows
+_SHARES = 64  # of the context that may be recomputed alike by all batches
 _MOVES = {
     Source.KV: (Kind.READ_KV, Kind.LOAD_KV),
     Source.INPUT: (Kind.READ_ACT, Kind.LOAD_ACT),
@@ -36,12 +37,12 @@ class StepTables:
         self.ctx, self.context, self.heads = ctx, context, heads
         self.attention, self.serial_links = attention, serial_links
         model, placement = ctx.model, ctx.placement
-        sizes = [placement.streamed_bytes(model, i, Scope.LAYER) for i in range(model.n_layers)]
-        self.layer = max(range(model.n_layers), key=sizes.__getitem__)
+        self.layer = ctx.belief.heaviest_layer()
+        size = placement.streamed_bytes(model, self.layer, Scope.LAYER)
         self.n_slices = 0
-        if sizes[self.layer]:
+        if size:
             wanted = n_slices or 4 * ctx.n_batches
-            self.n_slices = max(1, min(wanted, sizes[self.layer] // _MIN_SLICE_BYTES))
+            self.n_slices = max(1, min(wanted, size // _MIN_SLICE_BYTES))
 
     def sliced(self, candidates: tuple[tuple[int, ...], ...]) -> SlotProblem:
         """Pieces of the layer's weights are free to move in any slot."""
@@ -79,6 +80,24 @@ class StepTables:
             sum(h2d_s for h2d_s, _ in moved) + self._weight_s(Kind.LOAD_WEIGHT, 1),
             sum(disk_s for _, disk_s in moved) + self._weight_s(Kind.READ_WEIGHT, 1),
         )
+
+    def even_tails(self) -> tuple[int, ...]:
+        """The same share of every batch's context, recomputed, that has the least bound.
+
+        Compute grows with the tails and transfers fall, so the bound has one valley.
+        """
+
+        def tails(share: int) -> tuple[int, ...]:
+            return tuple(n * share // _SHARES for n in self.context)
+
+        low, high = 0, _SHARES
+        while high - low > 2:
+            left, right = low + (high - low) // 3, high - (high - low) // 3
+            if self.bound_s(tails(left)) <= self.bound_s(tails(right)):
+                high = right
+            else:
+                low = left
+        return tails(min(range(low, high + 1), key=lambda share: self.bound_s(tails(share))))
 
     def compute_s(self, b: int, n_recompute: int) -> float:
         """Seconds of batch b's forward."""

@@ -29,7 +29,8 @@ class TightLLM:
 
     ``n_slices`` null: four per batch, at least 16 MiB each. Decisions are shared by steps whose
     context falls into the same bucket of ``bucket_tokens``. ``serial_links`` adds disk and H2D
-    times as the paper's formula does; they are different links and overlap.
+    times as the paper's formula does; they are different links and overlap. With ``feedback`` the
+    belief is re-fitted from what is measured (``policies.feedback``).
     """
 
     distributor: bool = True
@@ -40,6 +41,7 @@ class TightLLM:
     solver: str = "auto"
     placement: str = "host"
     attention: str = "fused"
+    feedback: bool = False
     name: str = "tightllm"
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Attention over token-major KV: one fused kernel, separate kernels, or the CPU.
+"""Attention of the GPU over token-major KV: one fused kernel, or separate kernels.
 
 The cache is ``[keys, sequences, 2, kv_heads, head_dim]``; kernels want ``[sequences, heads, keys,
 head_dim]``, which is a permuted view with unit stride in ``head_dim``: nothing is copied. Queries
@@ -110,28 +110,3 @@ def unfused(q: Tensor, kv: Tensor, mask_of: MaskOf | None) -> Attend:
 def _causal(q: Tensor, n_keys: int) -> Tensor:
     seen = torch.ones(q.shape[0], n_keys, dtype=torch.bool, device=q.device)
     return seen.tril(n_keys - q.shape[0]).unsqueeze(0)  # [1, T, K]
-
-
-def on_cpu(qkv: Tensor, kv: Tensor, pad: Tensor | None, out: Tensor, n_heads: int) -> None:
-    """Decode attention where the KV lies, in float32 (float64 where that is the model's dtype).
-
-    ``qkv [S, (H + 2 G) * D]`` holds the new token's projections, ``kv [K, S, 2, G, D]`` the cached
-    ones; writes ``out [S, H * D]``.
-    """
-    n_keys, n_seqs, _, n_groups, head_dim = kv.shape
-    wide = torch.float64 if qkv.dtype is torch.float64 else torch.float32
-    split = [n_heads * head_dim, n_groups * head_dim, n_groups * head_dim]
-    new_q, new_k, new_v = qkv.to(wide).split(split, dim=-1)
-    q = new_q.reshape(n_seqs, n_groups, -1, head_dim)  # [S, G, H/G, D]
-    keys = kv[:, :, 0].permute(1, 2, 0, 3).to(wide)  # [S, G, K, D]
-    values = kv[:, :, 1].permute(1, 2, 0, 3).to(wide)  # [S, G, K, D]
-    own_k = new_k.view(n_seqs, n_groups, head_dim, 1)
-    own_v = new_v.view(n_seqs, n_groups, 1, head_dim)
-    old = q @ keys.transpose(-1, -2)  # [S, G, H/G, K]
-    if pad is not None:
-        padded = torch.arange(n_keys) < pad.view(-1, 1)  # [S, K]
-        old = old.masked_fill(padded.view(n_seqs, 1, 1, n_keys), float("-inf"))
-    scores = torch.cat([old, q @ own_k], dim=-1) * (1.0 / math.sqrt(head_dim))
-    weights = torch.softmax(scores, dim=-1)  # [S, G, H/G, K + 1]
-    result = weights[..., :n_keys] @ values + weights[..., n_keys:] * own_v  # [S, G, H/G, D]
-    out.copy_(result.reshape(n_seqs, -1))

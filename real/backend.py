@@ -38,7 +38,7 @@ from real.layout import edge_shapes
 from real.memory import Need, check_free, needs
 from real.scan import Scan, scan
 from real.streams import CUDA_LANES, CudaClock
-from real.transfers import Transfers, kv_region
+from real.transfers import Transfers
 from real.weights import Source, WeightHomes, edge_weights
 
 Prompts = Sequence[Sequence[int]]
@@ -243,7 +243,7 @@ class RealBackend:
 
     def _open_disk(self, found: Scan, weights: WeightHomes) -> DiskStore | None:
         sizes = weights.disk_sizes()
-        sizes |= {kv_region(*where): nbytes for where, nbytes in found.kv_on_disk.items()}
+        sizes |= found.on_disk
         if not sizes or self.setup.disk_dir is None:
             return None
         disk = DiskStore(self.setup.disk_dir, f"offload-{uuid.uuid4().hex}.bin")

@@ -20,6 +20,7 @@ from policies.plan.op import Scope, Slot, Tier
 from real.architecture import POSITION_OFFSET, Numerics, rope_tables
 from real.arena import HostArena
 from real.attention import padding_mask
+from real.cpu_attention import wide_dtype
 from real.disk import DiskStore
 from real.geometry import Geometry
 from real.homes import Tokens
@@ -70,6 +71,7 @@ class Buffers:
     projected: dict[int, Tensor] = field(default_factory=dict)  # by batch, flat
     states: dict[tuple[int, int], BatchState] = field(default_factory=dict)
     workspace: Tensor = field(default_factory=lambda: torch.empty(0))
+    widened: Tensor = field(default_factory=lambda: torch.empty(0))  # host, for CPU attention
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     cos: Tensor | None = None  # [positions, D / 2]
     sin: Tensor | None = None
@@ -87,7 +89,8 @@ class Buffers:
     # ---- allocation -----------------------------------------------------------------------
 
     def allocate_host(self) -> None:
-        """Host slots and weight blobs, in pinned or pageable memory."""
+        """Host slots and weight blobs, in pinned or pageable memory; workspace of the CPU."""
+        self.widened = torch.empty(self.found.widened, dtype=wide_dtype(self.geometry.dtype))
         sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})
         for slot, nbytes in self.found.slots.items():
             if slot.tier is Tier.HOST:
@@ -148,7 +151,7 @@ class Buffers:
         """Fill everything that a run must write before it reads it with NaN."""
         for data in (*self.slots.values(), *self.landing.values()):
             data.fill_(255)
-        for data in (self.workspace, self.logits, *self.projected.values()):
+        for data in (self.workspace, self.logits, self.widened, *self.projected.values()):
             data.fill_(float("nan"))
 
     # ---- views ----------------------------------------------------------------------------

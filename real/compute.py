@@ -1,9 +1,10 @@
 """Compute as closures: every forward with its views of weights, hidden states and KV.
 
-Where a forward puts new KV follows from where the cached KV is. If some was loaded, recomputed and
-new tokens go behind it in the load slot, whose only reader this forward is, and what is to be
-stored is copied to the store slot. If none was, the store slot takes everything; if KV is resident,
-its home does. What readers get wrong: the plan never says this, because no other op can see it.
+Where a forward puts new KV follows from where the cached KV is. If some was loaded, projected,
+recomputed and new tokens join it in the load slot, whose only reader this forward is, and what is
+to be stored is copied to the store slot. If none was, the store slot takes everything; if KV is
+resident, its home does. What readers get wrong: the plan never says this, because no other op can
+see it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,23 @@ from torch import Tensor
 
 from policies import slots
 from policies.errors import PlanError
+from policies.homes import Source
 from policies.plan.op import Attention, Kind, Op, Scope, Slot
-from real.attention import Attend, fused, on_cpu, unfused
-from real.buffers import BatchState, Buffers, places_of
-from real.model import AttentionCall, AttentionWeights, Decoder, MlpWeights
-from real.names import is_kv_home, loaded_kv, resident_kv, stored_kv, weight_slot
-from real.scan import Rows
+from real.attention import Attend, fused, unfused
+from real.buffers import BatchState, Buffers
+from real.cpu_attention import attend_on_cpu
+from real.homes import Tokens
+from real.model import Attended, AttentionCall, AttentionWeights, Decoder, MlpWeights, NewKeys
+from real.names import (
+    is_home,
+    loaded_inputs,
+    loaded_kv,
+    resident_kv,
+    stored_inputs,
+    stored_kv,
+    weight_slot,
+)
+from real.scan import Rows, rows_of
 
 W = TypeVar("W", AttentionWeights, MlpWeights)
 Run = Callable[[], object]
@@ -60,13 +72,14 @@ class Compute:
             return self._attend_on_cpu(op)
         if op.scope is Scope.HEAD:
             return self._head(op)
-        rows = Rows(op.n_ctx - op.n_recompute, op.n_ctx + op.n_new)
+        rows = rows_of(op)
         hidden = self._b.hidden(slots.hidden(op.batch), rows.n_tokens * op.n_seqs)  # [T * S, d]
         runs: list[Run] = []
         first = op.scope in (Scope.LAYER, Scope.ATTENTION, Scope.QKV)
         if first and op.layer == 0:
             runs += self._embed(op, rows, hidden)
         if op.scope in (Scope.LAYER, Scope.ATTENTION):
+            runs += self._keep_inputs(op, rows, hidden)
             runs += self._attention(op, rows, hidden)
         elif op.scope is Scope.QKV:
             runs += self._project(op, rows, hidden)
@@ -81,97 +94,149 @@ class Compute:
     # ---- parts of a forward ---------------------------------------------------------------
 
     def _embed(self, op: Op, rows: Rows, hidden: Tensor) -> list[Run]:
-        state = self._state(op)
-        ids = state.tokens[rows.start : rows.stop].view(-1)  # [T * S]
-        embed = self._decoder.embed
-        run: Run
-        if state.pad is None:
-            run = partial(embed, ids, self._b.positions(state, rows), hidden)
-        else:
-            places, prepare = places_of(state.pad, rows), self._b.prepare_step
+        """Hidden states of the tokens in hand; before them, what padded positions decide."""
+        state, buffers, embed = self._state(op), self._b, self._decoder.embed
+        whole = buffers.slots[slots.hidden(op.batch)]
+        runs: list[Run] = [partial(whole.fill_, 255)] if self._poison else []
+        if state.pad is not None:
+            computed = tuple(tokens for tokens, _ in rows.parts)
+            projected = buffers.found.inputs.get((op.block, op.step, op.batch), ())
+            runs.append(partial(buffers.prepare_step, state, computed, projected))
+        for tokens, at in rows.parts:
+            ids = state.tokens[slice(*tokens)].view(-1)  # [T * S]
+            target = hidden[_flat(at, op)]
+            if state.pad is None:
+                runs.append(partial(embed, ids, buffers.positions(state, tokens), target))
+            else:
+                runs.append(partial(self._embed_padded, state, tokens, ids, target))
+        return runs
 
-            def run() -> None:
-                embed(ids, prepare(state, places, rows), hidden)
+    def _embed_padded(self, state: BatchState, tokens: Tokens, ids: Tensor, target: Tensor) -> None:
+        self._decoder.embed(ids, self._b.gather_positions(state, tokens), target)
 
-        whole = self._b.slots[slots.hidden(op.batch)]
-        return [partial(whole.fill_, 255), run] if self._poison else [run]
+    def _keep_inputs(self, op: Op, rows: Rows, hidden: Tensor) -> list[Run]:
+        """Copy the layer's inputs that this step stores to the slot from which they leave."""
+        kept = self._b.found.moved(self._b.found.stores, Source.INPUT, op)
+        slot = stored_inputs(op)
+        if slot is None and not kept.spans:
+            return []
+        if slot is None:
+            raise PlanError(op.key, "engine: layer inputs to be stored need a slot to leave from")
+        target = self._b.rows(slot, op.block, op.batch, Source.INPUT)  # [tokens, row]
+        source = hidden.view(rows.n_tokens, -1)  # [T, row]
+        runs: list[Run] = [partial(target.fill_, float("nan"))] if self._poison else []
+        at = 0
+        for tokens in kept.spans:
+            if not rows.start <= tokens.start <= tokens.stop <= rows.stop:
+                raise PlanError(op.key, f"engine: does not compute tokens {tokens}, to be stored")
+            first = rows.n_front + tokens.start - rows.start
+            n = tokens.n_tokens
+            runs.append(partial(target[at : at + n].copy_, source[first : first + n]))
+            at += n
+        return runs
 
     def _attention(self, op: Op, rows: Rows, hidden: Tensor) -> list[Run]:
-        model, state = self._b.geometry.model, self._state(op)
+        buffers = self._b
         kv = self._kv(op, rows)
-        cache = kv.rows[: rows.stop].view(
-            rows.stop, op.n_seqs, 2, model.n_kv_heads, model.head_dim
-        )  # [K, S, 2, G, D]
-        q = self._b.workspace[: hidden.shape[0] * self._q_dim]
-        heads = q.view(rows.n_tokens, op.n_seqs, model.n_heads, model.head_dim)  # [T, S, H, D]
-        mask_of = None if state.pad is None else state.get_mask
-        attend: Attend
-        if op.attention is Attention.FUSED:
-            attend = fused(heads, cache, mask_of, prefill=op.step == 0)
-        else:
-            attend = unfused(heads, cache, mask_of)
-        call = AttentionCall(
-            hidden,
-            q.view(-1, self._q_dim),
-            kv.rows[rows.start : rows.stop].view(hidden.shape[0], self._b.geometry.kv_elems),
-            self._b.rotation(state, rows),
-            attend,
-        )
+        q = buffers.workspace[: hidden.shape[0] * self._q_dim].view(-1, self._q_dim)
+        keys, attended = [], []
+        for number, (tokens, at) in enumerate(rows.parts):
+            mine = _flat(at, op)
+            keys.append(self._keys(op, number, tokens, mine, kv.rows, q[mine]))
+            attend = self._attend(op, number, tokens, kv.rows, q[mine])
+            attended.append(Attended(hidden[mine], attend))
+        inputs, projected = self._projections(op, len(keys), kv.rows)
+        call = AttentionCall(hidden, q, tuple(keys), tuple(attended), inputs, tuple(projected))
         run = partial(self._decoder.attention, self._attention_weights(op), call)
-        stale = [self._b.workspace, *kv.stale] if self._poison else []
+        stale = [buffers.workspace, *kv.stale] if self._poison else []
         return [*(partial(t.fill_, float("nan")) for t in stale), *kv.before, run, *kv.after]
+
+    def _keys(
+        self, op: Op, number: int, tokens: Tokens, rows: slice, kv: Tensor, q: Tensor | None = None
+    ) -> NewKeys:
+        """Keys and values of a numbered range of tokens, written to ``kv [tokens, row]``."""
+        target = kv[slice(*tokens)].view(-1, self._b.geometry.kv_elems)  # [T * S, 2 * G * D]
+        return NewKeys(rows, target, self._b.rotation(self._state(op), number, tokens), q)
+
+    def _attend(self, op: Op, number: int, tokens: Tokens, kv: Tensor, q: Tensor) -> Attend:
+        """Attention of a range to all tokens up to its end."""
+        model = self._b.geometry.model
+        heads = q.view(-1, op.n_seqs, model.n_heads, model.head_dim)  # [T, S, H, D]
+        shape = (tokens.stop, op.n_seqs, 2, model.n_kv_heads, model.head_dim)
+        cache = kv[: tokens.stop].view(shape)  # [K, S, 2, G, D]
+        mask_of = self._state(op).mask_of(number)
+        if op.attention is Attention.FUSED:
+            return fused(heads, cache, mask_of, prefill=op.step == 0)
+        return unfused(heads, cache, mask_of)
+
+    def _projections(self, op: Op, number: int, kv: Tensor) -> tuple[Tensor | None, list[NewKeys]]:
+        """Loaded layer inputs ``[P * S, d]``, one range behind the other, and where their keys go.
+
+        Ranges are numbered from ``number`` on.
+        """
+        slot = loaded_inputs(op)
+        if slot is None:
+            return None, []
+        rows = self._b.rows(slot, op.block, op.batch, Source.INPUT)  # [tokens, row]
+        inputs = rows[: op.n_project].view(op.n_project * op.n_seqs, -1)
+        made, at = [], 0
+        for i, tokens in enumerate(self._b.found.inputs[op.block, op.step, op.batch]):
+            mine = _flat(Tokens(at, at + tokens.n_tokens), op)
+            made.append(self._keys(op, number + i, tokens, mine, kv))
+            at += tokens.n_tokens
+        return inputs, made
 
     def _kv(self, op: Op, rows: Rows) -> _Kv:
         """Where this forward finds and leaves KV."""
         loaded, stored, resident = loaded_kv(op), stored_kv(op), resident_kv(op)
-        columns = self._b.geometry.columns(op.block, op.batch)
+        columns, found = self._b.geometry.columns(op.block, op.batch), self._b.found
         slot = loaded or stored or resident
         if slot is None:
             raise PlanError(op.key, "engine: an attention needs a slot for its KV")
+        data = self._b.rows(slot, op.block, op.batch)  # [tokens, row]
         if columns.streamed == 0:
-            return _Kv(self._b.kv_rows(slot, op.block, op.batch), [], [], [])
-        data = self._b.kv_rows(slot, op.block, op.batch)  # [tokens, row]
+            return _Kv(data, [], [], [])
         before: list[Run] = []
         after: list[Run] = []
-        stale = [data[rows.start :]]
+        stale = _between(found.moved(found.loads, Source.KV, op).spans, data)
         if resident is not None and columns.gpu:
             home = self._b.resident_rows(resident, op.block, op.batch)  # [tokens, GPU columns]
             mine = data[:, : columns.gpu]
-            if rows.start:
-                before.append(partial(mine[: rows.start].copy_, home[: rows.start]))
-            fresh = slice(rows.start, rows.stop)
+            cached, fresh = slice(rows.n_front, rows.start), slice(rows.start, rows.stop)
+            if rows.n_front < rows.start:
+                before.append(partial(mine[cached].copy_, home[cached]))
             after.append(partial(home[fresh].copy_, mine[fresh]))
-        stores = self._b.found.stores.get((op.block, op.step, op.layer, op.batch))
         if loaded is not None and stored is not None:
-            target = self._b.kv_rows(stored, op.block, op.batch)
+            target = self._b.rows(stored, op.block, op.batch)
             stale.append(target)
-            if stores is not None:
-                kept = slice(*stores)
+            for tokens in found.moved(found.stores, Source.KV, op).spans:
+                kept = slice(*tokens)
                 after.append(partial(target[kept].copy_, data[kept]))
         return _Kv(data, before, after, stale)
 
     def _project(self, op: Op, rows: Rows, hidden: Tensor) -> list[Run]:
         """Q, K and V of one new token, packed for the CPU; the KV also goes to the store slot."""
-        if op.n_new != 1 or op.n_recompute:
+        if op.n_new != 1 or rows.n_tokens != 1:
             raise PlanError(op.key, "engine: attention on the CPU decodes one token, none again")
         stored = stored_kv(op)
         if stored is None:
             raise PlanError(op.key, "engine: attention on the CPU needs a slot to store from")
-        kv = self._b.kv_rows(stored, op.block, op.batch)[rows.start].view(op.n_seqs, -1)
         q = self._b.workspace[: op.n_seqs * self._q_dim].view(op.n_seqs, -1)  # [S, H * D]
+        (tokens, at), *_ = rows.parts
+        data = self._b.rows(stored, op.block, op.batch)  # [tokens, row]
+        keys = self._keys(op, 0, tokens, _flat(at, op), data, q)
         packed = self._b.projected[op.batch]
-        packed = packed[: op.n_seqs * (self._q_dim + kv.shape[1])].view(op.n_seqs, -1)
-        state = self._state(op)
-        call = AttentionCall(hidden, q, kv, self._b.rotation(state, rows), lambda: q)
+        packed = packed[: op.n_seqs * (self._q_dim + keys.kv.shape[1])].view(op.n_seqs, -1)
+        call = AttentionCall(hidden, q, (keys,), ())
         return [
             partial(self._decoder.project, self._attention_weights(op), call),
             partial(packed[:, : self._q_dim].copy_, q),
-            partial(packed[:, self._q_dim :].copy_, kv),
+            partial(packed[:, self._q_dim :].copy_, keys.kv),
         ]
 
     def _attend_on_cpu(self, op: Op) -> Run:
         model, state = self._b.geometry.model, self._state(op)
-        home = next(s for s in op.reads if is_kv_home(s))
+        home = next(s for s in op.reads if is_home(s))
         kv = self._b.typed(self._b.slots[home])
         n_elems = op.n_ctx * op.n_seqs * self._b.geometry.kv_elems
         cache = kv[:n_elems].view(op.n_ctx, op.n_seqs, 2, model.n_kv_heads, model.head_dim)
@@ -182,7 +247,7 @@ class Compute:
         out = self._b.typed(self._b.slots[op.writes[0]])
         out = out[: op.n_seqs * self._q_dim].view(op.n_seqs, self._q_dim)  # [S, H * D]
         pad = None if state.pad is None else state.pad.cpu()
-        return partial(on_cpu, qkv, cache, pad, out, model.n_heads)
+        return partial(attend_on_cpu, qkv, cache, pad, out, model.n_heads, self._b.widened)
 
     def _mlp(self, op: Op, hidden: Tensor) -> list[Run]:
         weights = self._mlp_weights(op)
@@ -243,6 +308,18 @@ class Compute:
         return views[place]
 
 
+def _flat(at: Tokens, op: Op) -> slice:
+    """Rows of all sequences that belong to rows of tokens."""
+    return slice(at.start * op.n_seqs, at.stop * op.n_seqs)
+
+
+def _between(loaded: Sequence[Tokens], data: Tensor) -> list[Tensor]:
+    """Rows of ``data`` in none of the ranges."""
+    ends = [0, *(tokens.stop for tokens in loaded)]
+    starts = [*(tokens.start for tokens in loaded), data.shape[0]]
+    return [data[a:b] for a, b in zip(ends, starts, strict=True) if a < b]
+
+
 def _sequence(runs: list[Run]) -> Run:
     def run() -> None:
         for each in runs:
@@ -260,6 +337,7 @@ def warm_up_ops(ops: Sequence[Op]) -> list[int]:
     shapes: dict[object, int] = {}
     for i, op in forwards:
         if op.step in (0, 1, last):
-            shape = (op.scope, op.attention, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx)
+            shape = (op.scope, op.attention, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx,
+                     op.n_front, op.n_project)  # fmt: skip
             shapes.setdefault((*shape, op.batch if op.layer == 0 else -1), i)
     return sorted(shapes.values())

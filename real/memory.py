@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from policies.errors import OutOfMemory
 from policies.plan.op import Attention, Kind, Op, Scope, Tier
+from real.cpu_attention import wide_dtype
 from real.geometry import Geometry, padded
 from real.names import group
 from real.scan import Scan
@@ -22,6 +23,8 @@ _SHRINK = {
     "weight slots": "policy.sep_layer",
     "KV": "a smaller batch_size or n_batches, or a shorter prompt",
     "KV slots": "a smaller batch_size, or a shorter prompt",
+    "layer inputs": "a smaller batch_size or n_batches, or a shorter prompt",
+    "layer input slots": "a smaller batch_size, or a shorter prompt",
     "hidden states": "a smaller batch_size or n_batches",
     "workspace": "a smaller batch_size, or policy.attention=fused",
     "staging": "a smaller batch_size",
@@ -52,17 +55,21 @@ def needs(found: Scan, weights: Mapping[str, int], ragged: bool) -> list[Need]:
 
     for slot, nbytes in found.slots.items():
         add(group(slot), slot.tier, padded(nbytes) if slot.tier is Tier.HOST else nbytes)
-    add("KV slots", Tier.GPU, sum(found.landing.values()))
+    for slot, nbytes in found.landing.items():
+        add(group(slot), Tier.GPU, nbytes)
     add("hidden states", Tier.GPU, sum(found.projected.values()))
     add("weights", Tier.GPU, weights["resident"])
     add("weights", Tier.HOST, weights["host"])
     add("weights", Tier.DISK, weights["disk"])
     add("embeddings and head", Tier.GPU, weights["edge"])
-    add("KV", Tier.DISK, sum(padded(n) for n in found.kv_on_disk.values()))
+    add("KV", Tier.DISK, sum(padded(n) for n in found.on_disk.values()))
     add("workspace", Tier.GPU, shared_bytes(found) + logits_bytes(found))
     add("workspace", Tier.GPU, max(transient_bytes(found, item.op, ragged) for item in found.linked
                                    if item.op.kind is Kind.FORWARD))  # fmt: skip
+    add("workspace", Tier.HOST, found.widened * wide_dtype(found.geometry.dtype).itemsize)
     add("tokens", Tier.GPU, token_bytes(found.geometry))
+    if ragged:
+        add("workspace", Tier.GPU, padded_step_bytes(found))
     if not model.learned_positions:
         add(
             "tokens",
@@ -112,6 +119,18 @@ def token_bytes(geometry: Geometry) -> int:
     )
 
 
+def padded_step_bytes(found: Scan) -> int:
+    """Masks and rotary tables that padded batches hold through a step, each at its largest."""
+    geometry, most = found.geometry, dict[tuple[int, int], int]()
+    for (g, step, b), rows in found.rows.items():
+        made = rows.n_tokens + sum(t.n_tokens for t in found.inputs.get((g, step, b), ()))
+        angles = 0 if geometry.model.learned_positions else made * geometry.model.head_dim
+        seen = rows.n_front**2 + (rows.stop - rows.start) * rows.stop
+        held = geometry.blocks[g].batches[b].n_seqs * (angles * geometry.elem_bytes + seen)
+        most[g, b] = max(most.get((g, b), 0), held)
+    return sum(most.values())
+
+
 def max_positions(geometry: Geometry) -> int:
     """Longest sequence of any block."""
     return max(block.max_tokens for block in geometry.blocks)
@@ -126,7 +145,7 @@ def transient_bytes(found: Scan, op: Op, ragged: bool) -> int:
     model, elem = geometry.model, geometry.elem_bytes
     if op.scope is Scope.HEAD:
         return op.n_seqs * model.d_model * elem
-    queries, keys = op.n_new + op.n_recompute, op.n_ctx + op.n_new
+    queries, keys = op.n_new + op.n_recompute + op.n_front, op.n_ctx + op.n_new
     rows, heads = op.n_seqs * queries, model.n_heads * model.head_dim
     held = rows * model.d_model * elem
     if op.scope in (Scope.LAYER, Scope.ATTENTION, Scope.QKV):
@@ -138,4 +157,6 @@ def transient_bytes(found: Scan, op: Op, ragged: bool) -> int:
         if ragged:
             groups = model.n_heads // model.n_kv_heads
             held += rows * keys * (2 + groups * (1 + elem)) + 2 * rows * heads * elem
-    return held
+    # Loaded inputs are normed, and their keys rotated, before anything else is held.
+    rotated = 0 if model.learned_positions else model.n_kv_heads * model.head_dim // 2
+    return max(held, op.n_project * op.n_seqs * (model.d_model + rotated) * elem)

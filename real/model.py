@@ -4,7 +4,7 @@ Everything is token-major: hidden states are ``[tokens, sequences, d_model]``, a
 in a layer is ``[tokens, sequences, 2, kv_heads, head_dim]``. So the GEMM that projects keys and
 values writes straight to the place behind the cached tokens, and no KV is ever moved on the GPU.
 What readers get wrong: K and V are one GEMM, Q is another. Merging all three would save a launch
-and cost a copy of every new key and value.
+and cost a copy of every new key and value; and loaded layer inputs need no Q.
 
 Shapes: T tokens computed, S sequences, K keys, H heads, G KV heads, D head_dim, F ffn, d d_model.
 """
@@ -76,15 +76,35 @@ class Rotation:
     sin: Tensor | None = None
 
 
+class NewKeys(NamedTuple):
+    """Neighbouring tokens whose keys and values are made."""
+
+    rows: slice  # of the hidden states or inputs of these tokens
+    kv: Tensor  # [T * S, 2 * G * D], where they belong among the cached ones
+    rotation: Rotation
+    q: Tensor | None = None  # [T * S, H * D], of tokens that attend
+
+
+class Attended(NamedTuple):
+    """Tokens that attend to one set of keys."""
+
+    hidden: Tensor  # [T * S, d]
+    attend: Callable[[], Tensor]  # -> [T * S, H * D]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Buffers of one attention: all views, made before the run."""
+    """Buffers of one attention: all views, made before the run.
+
+    ``keys`` are those of ``hidden``; ``projected`` are made of the loaded layer inputs ``inputs``.
+    """
 
     hidden: Tensor  # [T * S, d]
     q: Tensor  # [T * S, H * D]
-    kv: Tensor  # [T * S, 2 * G * D], behind the cached tokens
-    rotation: Rotation
-    attend: Callable[[], Tensor]  # -> [T * S, H * D]
+    keys: tuple[NewKeys, ...]
+    attended: tuple[Attended, ...]
+    inputs: Tensor | None = None  # [P * S, d]
+    projected: tuple[NewKeys, ...] = ()
 
 
 class Decoder:
@@ -97,17 +117,14 @@ class Decoder:
     # ---- scopes ---------------------------------------------------------------------------
 
     def project(self, w: AttentionWeights, c: AttentionCall) -> None:
-        """Norm and Q, K, V of the tokens in hand; keys and values land where they stay."""
+        """Norm and Q, K, V of the tokens in hand, K and V of loaded inputs; keys and values land
+        where they stay.
+        """
+        if c.inputs is not None:
+            self._make_keys(self._norm(c.inputs, w.norm), w.kv, c.projected)
         x = self._norm(c.hidden, w.norm)  # [T * S, d]
         _linear(x, w.q, c.q)
-        _linear(x, w.kv, c.kv)
-        if c.rotation.cos is not None and c.rotation.sin is not None:
-            spec, cos, sin = self.model, c.rotation.cos, c.rotation.sin
-            shape = (cos.shape[0], -1)
-            q = c.q.view(*shape, spec.n_heads, spec.head_dim)  # [T, S, H, D]
-            kv = c.kv.view(*shape, 2, spec.n_kv_heads, spec.head_dim)  # [T, S, 2, G, D]
-            _rotate(q, cos, sin)
-            _rotate(kv[:, :, 0], cos, sin)  # keys only
+        self._make_keys(x, w.kv, c.keys)
 
     def output(self, w: AttentionWeights, hidden: Tensor, attended: Tensor) -> None:
         """Output projection of ``attended [T * S, H * D]``, added to ``hidden [T * S, d]``."""
@@ -116,7 +133,8 @@ class Decoder:
     def attention(self, w: AttentionWeights, c: AttentionCall) -> None:
         """Attention with its norm and residual."""
         self.project(w, c)
-        self.output(w, c.hidden, c.attend())
+        for hidden, attend in c.attended:
+            self.output(w, hidden, attend())
 
     def mlp(self, w: MlpWeights, hidden: Tensor, inner: Tensor) -> None:
         """MLP of ``hidden [T * S, d]`` with its norm and residual; ``inner`` is workspace."""
@@ -151,6 +169,20 @@ class Decoder:
             hidden.add_(positions)
 
     # ---- parts ----------------------------------------------------------------------------
+
+    def _make_keys(self, x: Tensor, layer: Linear, made: tuple[NewKeys, ...]) -> None:
+        """Keys and values of normed ``x [rows, d]``, one GEMM for neighbouring tokens; rotated."""
+        spec = self.model
+        for rows, kv, rotation, q in made:
+            _linear(x[rows], layer, kv)
+            cos, sin = rotation.cos, rotation.sin
+            if cos is None or sin is None:
+                continue
+            shape = (cos.shape[0], -1)
+            if q is not None:
+                _rotate(q.view(*shape, spec.n_heads, spec.head_dim), cos, sin)  # [T, S, H, D]
+            by_head = kv.view(*shape, 2, spec.n_kv_heads, spec.head_dim)  # [T, S, 2, G, D]
+            _rotate(by_head[:, :, 0], cos, sin)  # keys only
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         """LayerNorm or RMSNorm over the last axis; the result is new memory."""

@@ -28,13 +28,8 @@ def host_slots(touched: Iterable[Slot]) -> list[Slot]:
     return [slot for slot in touched if slot.tier is Tier.HOST and slot != slots.THREAD]
 
 
-def is_kv_home(slot: Slot) -> bool:
-    """Whether a host slot is a home of KV, not a buffer on the way."""
-    return slot.name.startswith(_HOST_KV)
-
-
 def is_home(slot: Slot) -> bool:
-    """Whether a host slot is a home of KV or of layer inputs."""
+    """Whether a host slot is a home of KV or of layer inputs, not a buffer on the way."""
     return slot.name.startswith((_HOST_KV, _HOST_INPUTS))
 
 

@@ -29,7 +29,7 @@ from policies.spec.workload import Block
 from policies.trace.attribution import Category, attribute
 from policies.trace.decisions import StepDecision, step_decisions
 from policies.trace.metrics import TraceMetrics, metrics
-from policies.trace.span import Trace
+from policies.trace.span import Trace, parse_key
 from real.architecture import DTYPES
 from real.backend import Arenas, Prompts, RealBackend, Setup
 from real.checkpoint import Random
@@ -192,8 +192,28 @@ def _times(trace: Trace, request: RunRequest, blocks: Sequence[Block]) -> dict[s
         "cpu_busy": measured.busy[Lane.CPU],
         "lower_bound_s": bound_s,
         "bound_ratio": measured.makespan_s / bound_s,
+        "h2d_bytes_per_s": h2d_rates(trace),
         **_decode_bound(trace, measured),
     }
+
+
+def h2d_rates(trace: Trace) -> list[list[float | None]]:
+    """Bytes over busy time of H2D for each step of each block, prefill first; None: it was idle.
+
+    A link is slower for seconds at a time where a host is shared, by 5 to 8 % on an H200, whichever
+    memory the copies come from. This is where such a phase shows; only repeats tell its cost.
+    """
+    moved: dict[int, dict[int, tuple[int, float]]] = {}
+    for span in trace.spans:
+        key = parse_key(span.key)
+        nbytes, busy_s = moved.setdefault(key.block, {}).get(key.step, (0, 0.0))
+        if span.lane is Lane.H2D:
+            nbytes, busy_s = nbytes + span.nbytes, busy_s + span.end_s - span.start_s
+        moved[key.block][key.step] = (nbytes, busy_s)
+    return [
+        [nbytes / busy_s if busy_s else None for _, (nbytes, busy_s) in sorted(steps.items())]
+        for _, steps in sorted(moved.items())
+    ]
 
 
 def _decode_bound(trace: Trace, measured: TraceMetrics) -> dict[str, object]:

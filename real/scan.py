@@ -16,6 +16,7 @@ from policies.errors import PlanError
 from policies.homes import Source
 from policies.plan.link import LinkedOp
 from policies.plan.op import Attention, Kind, Op, Scope, Slot, Tier
+from real.cpu_attention import chunk_tokens, wide_dtype
 from real.disk import staging_bytes
 from real.geometry import Columns, Geometry, half
 from real.homes import Ranges, Tokens, home_region, source_of
@@ -72,7 +73,7 @@ class Scan:
     weights_pinned: bool = True
     on_disk: dict[str, int] = field(default_factory=dict)  # by region
     unfused: bool = False
-    on_cpu: bool = False
+    widened: int = 0  # elements of KV that CPU attention widens at a time
 
     def max_rows(self) -> int:
         """Most rows (tokens times sequences) that a forward computes."""
@@ -267,8 +268,13 @@ def _move_act(out: Scan, op: Op) -> None:
             _grow(out.slots, slot, nbytes)
 
 
-def _cpu_attend(out: Scan, op: Op) -> None:  # noqa: ARG001  # one signature for all kinds
-    out.on_cpu = True
+def _cpu_attend(out: Scan, op: Op) -> None:
+    row, dtype = out.geometry.columns(op.block, op.batch).row, out.geometry.dtype
+    kept = out.homes.get((Source.KV, op.block, op.layer, op.batch), Ranges())
+    if op.n_recompute or kept.row(0, op.n_ctx) != 0:
+        raise PlanError(op.key, "engine: attention on the CPU needs the KV of all cached tokens")
+    if dtype is not wide_dtype(dtype):
+        out.widened = max(out.widened, chunk_tokens(op.n_ctx, row, dtype) * row)
 
 
 def _nothing(out: Scan, op: Op) -> None:

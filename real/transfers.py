@@ -14,11 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from policies.plan.op import Kind, Op, Slot, Tier
+from policies.plan.op import Kind, Op, Scope, Slot, Tier
 from real.buffers import Buffers
 from real.disk import DiskStore
 from real.geometry import Columns, half
-from real.names import host_slots, is_kv_home, is_relay, is_staging
+from real.homes import home_region, source_of
+from real.names import host_slots, is_home, is_relay, is_staging
+from real.scan import where
 from real.weights import region
 
 Run = Callable[[], object]
@@ -29,14 +31,16 @@ class Transfers:
 
     def __init__(self, buffers: Buffers, *, poison: bool) -> None:
         self._b, self._poison = buffers, poison
-        self._owner: dict[Slot, object] = {}  # what a weight slot was last loaded with
+        self._owner: dict[Slot, object] = {}  # what a slot was last loaded for
         self._make: dict[Kind, Callable[[Op], Run]] = {
             Kind.READ_WEIGHT: self._read_weight,
             Kind.LOAD_WEIGHT: self._load_weight,
-            Kind.READ_KV: self._read_kv,
-            Kind.WRITE_KV: self._write_kv,
-            Kind.LOAD_KV: self._load_kv,
-            Kind.STORE_KV: self._store_kv,
+            Kind.READ_KV: self._read_rows,
+            Kind.WRITE_KV: self._write_rows,
+            Kind.LOAD_KV: self._load_rows,
+            Kind.STORE_KV: self._store_rows,
+            Kind.READ_ACT: self._read_rows,
+            Kind.WRITE_ACT: self._write_rows,
             Kind.LOAD_ACT: self._move_act,
             Kind.STORE_ACT: self._move_act,
             Kind.HOST_COPY: self._host_copy,
@@ -74,24 +78,22 @@ class Transfers:
             held = self._b.blob(op.layer, op.scope)
             source = held[host[0] - blob.disk : host[1] - blob.disk]
             copies.append((slot[host[0] : host[1]], source))
-        owner = (op.block, op.step, op.layer, op.scope)
-        first = self._owner.get(op.writes[0]) != owner
-        self._owner[op.writes[0]] = owner
+        first = self._is_first(op.writes[0], (op.block, op.step, op.layer, op.scope))
         run = _copier(copies, asynchronous=self._is_pinned(op.reads))
         return self._after_poison([slot] if first else [], run)
 
-    # ---- KV -------------------------------------------------------------------------------
+    # ---- KV and layer inputs ----------------------------------------------------------------
 
-    def _read_kv(self, op: Op) -> Run:
+    def _read_rows(self, op: Op) -> Run:
         staging = self._b.slots[op.writes[0]]
         where, start, length = self._on_disk(op)
         return self._after_poison([staging], self._disk.reader(where, start, length, staging))
 
-    def _write_kv(self, op: Op) -> Run:
+    def _write_rows(self, op: Op) -> Run:
         where, start, length = self._on_disk(op)
         return self._disk.writer(where, start, length, self._b.slots[op.reads[0]])
 
-    def _load_kv(self, op: Op) -> Run:
+    def _load_rows(self, op: Op) -> Run:
         columns, slot = self._columns(op), op.writes[0]
         low, high = half(self._payload_bytes(op), op.part, op.n_parts)
         relay = self._relay(op.reads)
@@ -101,10 +103,15 @@ class Transfers:
         last = op.part % op.n_parts == op.n_parts - 1
         if columns.split and last:
             run = _sequence(run, _copier(self._rows_of_payload(op, slot), asynchronous=False))
-        first = op.part % op.n_parts == 0
+        first = self._is_first(slot, where(op))
         return self._after_poison([self._b.slots[slot]] if first else [], run)
 
-    def _store_kv(self, op: Op) -> Run:
+    def _is_first(self, slot: Slot, owner: object) -> bool:
+        """Whether a load is the first of those that fill a slot for ``owner``."""
+        before, self._owner[slot] = self._owner.get(slot), owner
+        return before != owner
+
+    def _store_rows(self, op: Op) -> Run:
         columns, slot = self._columns(op), op.reads[0]
         low, high = half(self._payload_bytes(op), op.part, op.n_parts)
         relay = self._relay(op.writes)
@@ -130,32 +137,34 @@ class Transfers:
         return _copier(pair(targets, [relay[: high - low]]), asynchronous=False)
 
     def _columns(self, op: Op) -> Columns:
-        return self._b.geometry.columns(op.block, op.batch)
+        return self._b.found.columns(op)
 
     def _payload_bytes(self, op: Op) -> int:
         elems = (op.stop - op.start) * self._columns(op).streamed
         return elems * self._b.geometry.elem_bytes
 
     def _home(self, op: Op, slots: Sequence[Slot]) -> list[Tensor]:
-        """The payload of a KV op where it lives: host columns, then disk columns in staging."""
+        """The payload of an op where it lives: host columns, then disk columns in staging."""
         columns, elem = self._columns(op), self._b.geometry.elem_bytes
+        first = self._b.found.home_row(op)
         segments = []
         for slot in host_slots(slots):
             data = self._b.slots.get(slot)
-            if is_kv_home(slot) and columns.host and data is not None:
+            if is_home(slot) and columns.host and data is not None:
                 width = columns.host * elem
-                segments.append(data[op.start * width : op.stop * width])
+                segments.append(data[first * width : (first + op.stop - op.start) * width])
         segments += [
             self._disk.staged(*self._on_disk(op), self._b.slots[slot])
             for slot in host_slots(slots)
-            if not is_kv_home(slot) and columns.disk
+            if not is_home(slot) and columns.disk
         ]
         return segments
 
     def _on_disk(self, op: Op) -> tuple[str, int, int]:
-        """Region, first byte and length of a KV op's disk columns."""
+        """Region, first byte and length of an op's disk columns."""
         width = self._columns(op).disk * self._b.geometry.elem_bytes
-        return kv_region(op.layer, op.batch), op.start * width, (op.stop - op.start) * width
+        first = self._b.found.home_row(op)
+        return home_region(op), first * width, (op.stop - op.start) * width
 
     def _relay(self, slots: Sequence[Slot]) -> Tensor | None:
         found = next((s for s in host_slots(slots) if is_relay(s)), None)
@@ -165,13 +174,18 @@ class Transfers:
         """The payload on the GPU, flat bytes: rows of the slot, or the landing buffer."""
         if columns.split:
             return self._b.landing[slot][: self._payload_bytes(op)]
-        rows = self._b.kv_rows(slot, op.block, op.batch)[op.start : op.stop]
-        return rows.view(-1).view(torch.uint8)
+        return self._rows(op, slot).view(-1).view(torch.uint8)
+
+    def _rows(self, op: Op, slot: Slot) -> Tensor:
+        """Rows ``[tokens, row]`` of a GPU slot that an op fills or empties."""
+        first = self._b.found.slot_row(op)
+        rows = self._b.rows(slot, op.block, op.batch, source_of(op))
+        return rows[first : first + op.stop - op.start]
 
     def _rows_of_payload(self, op: Op, slot: Slot) -> list[tuple[Tensor, Tensor]]:
         """Columns of the slot's rows and the part of the landing buffer that belongs there."""
         columns, n = self._columns(op), op.stop - op.start
-        rows = self._b.kv_rows(slot, op.block, op.batch)[op.start : op.stop]  # [n, row]
+        rows = self._rows(op, slot)  # [n, row]
         payload = self._b.typed(self._b.landing[slot])
         on_host, both = columns.gpu + columns.host, n * columns.streamed
         parts = [
@@ -183,6 +197,8 @@ class Transfers:
     # ---- activations ----------------------------------------------------------------------
 
     def _move_act(self, op: Op) -> Run:
+        if op.scope is Scope.INPUT:
+            return (self._load_rows if op.kind is Kind.LOAD_ACT else self._store_rows)(op)
         nbytes = self._b.geometry.act_elems(op) * self._b.geometry.elem_bytes
         host = next(s for s in (*op.reads, *op.writes) if s.tier is Tier.HOST)
         on_host = self._b.slots[host][:nbytes]
@@ -222,11 +238,6 @@ class Transfers:
         if not self._poison or not targets:
             return run
         return _sequence(*(partial(target.fill_, 255) for target in targets), run)
-
-
-def kv_region(layer: int, batch: int) -> str:
-    """Name of a batch's KV on disk."""
-    return f"kv/l{layer}/b{batch}"
 
 
 def cut(segments: Sequence[Tensor], low: int, high: int) -> list[Tensor]:

@@ -8,7 +8,7 @@ Only ops that somebody waits for get an event, so an op costs one timeout and a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from math import inf
 
 from simpy import Environment, Event
@@ -68,29 +68,29 @@ class SimBackend:
     def run_linked(self, linked: Iterable[LinkedOp]) -> Trace:
         """The same for a plan that is linked already; ``Stalled`` if it waits in a circle."""
         self.linked = list(linked)
-        seconds = [_checked_seconds(self._costs, item, len(self.linked)) for item in self.linked]
-        run = _Run(self.linked, seconds, self._duplex, self._progress)
+        seconds = [checked_seconds(self._costs, item, len(self.linked)) for item in self.linked]
+        run = LaneRun(self._duplex, self._progress)
+        run.add(self.linked, seconds)
+        for lane, positions in run.lanes.items():
+            if positions:
+                run.env.process(run.serve(lane, positions))
         run.until_drained()
-        costs = self._costs
         return Trace(
             tuple(
-                Span(
-                    op.key,
-                    op.kind,
-                    LANE_OF[op.kind],
-                    start_s,
-                    end_s,
-                    int(costs.nbytes(op)),
-                    float(costs.flops(op)),
-                )
-                for (_, op, _), start_s, end_s in zip(
-                    self.linked, run.start_s, run.end_s, strict=True
-                )
+                span_of(item.op, start_s, end_s, self._costs)
+                for item, start_s, end_s in zip(self.linked, run.start_s, run.end_s, strict=True)
             )
         )
 
 
-def _checked_seconds(costs: Costs, item: LinkedOp, n_ops: int) -> float:
+def span_of(op: Op, start_s: float, end_s: float, costs: Costs) -> Span:
+    """The span of an op that has ended."""
+    nbytes, flops = int(costs.nbytes(op)), float(costs.flops(op))
+    return Span(op.key, op.kind, LANE_OF[op.kind], start_s, end_s, nbytes, flops)
+
+
+def checked_seconds(costs: Costs, item: LinkedOp, n_ops: int) -> float:
+    """Seconds of an op; ``ValueError`` if they are no time or it waits for an op not there."""
     seconds = float(costs.seconds(item.op))
     if not 0.0 <= seconds < inf:
         raise ValueError(f"seconds: {seconds} for op {item.op.key}, must be finite and >= 0")
@@ -102,61 +102,67 @@ def _checked_seconds(costs: Costs, item: LinkedOp, n_ops: int) -> float:
     return seconds
 
 
-class _Run:
+class LaneRun:
     """One run: the lanes' processes and the times that they record. A time of -1 is not yet."""
 
-    def __init__(
-        self,
-        linked: list[LinkedOp],
-        seconds: list[float],
-        duplex: float,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self.start_s = [-1.0] * len(linked)
-        self.end_s = [-1.0] * len(linked)
-        self._linked = linked
-        self._seconds = seconds
+    def __init__(self, duplex: float, progress: Callable[[int], None] | None) -> None:
+        self.start_s: list[float] = []
+        self.end_s: list[float] = []
+        self.lanes: dict[Lane, list[int]] = {lane: [] for lane in Lane}
+        self.env = Environment()
+        self._linked: list[LinkedOp] = []
+        self._seconds: list[float] = []
         self._progress = progress
         self._n_ended = 0
-        self._waited: dict[int, Event] = {}  # ops that a lane waits for
-        self._env = Environment()
-        self._lanes: dict[Lane, list[int]] = {lane: [] for lane in Lane}
-        for position, item in enumerate(linked):
+        self._waited: dict[int, Event] = {}  # ops that somebody waits for
+        self._shared = DuplexLink(self.env, duplex) if duplex < 1.0 else None
+
+    def add(self, linked: Sequence[LinkedOp], seconds: Sequence[float]) -> None:
+        """The next ops of the plan, to be served when their lanes' processes come to them."""
+        for item in linked:
+            position = len(self._linked)
             if item.index != position:
                 raise ValueError(
                     f"linked: op {item.op.key} has index {item.index}, must be {position}"
                 )
-            self._lanes[LANE_OF[item.op.kind]].append(position)
-        shared = DuplexLink(self._env, duplex) if duplex < 1.0 else None
-        for lane, positions in self._lanes.items():
-            if positions:
-                link_of_lane = shared if lane in _DIRECTION else None
-                self._env.process(self._serve(positions, link_of_lane, _DIRECTION.get(lane, 0)))
+            self._linked.append(item)
+            self.lanes[LANE_OF[item.op.kind]].append(position)
+        self._seconds += seconds
+        self.start_s += [-1.0] * len(linked)
+        self.end_s += [-1.0] * len(linked)
 
     def until_drained(self) -> None:
         """Run to the end; ``Stalled`` if the event queue drains before every op has ended."""
-        self._env.run()
+        self.env.run()
         if self._n_ended < len(self._linked):
             raise Stalled(self._n_ended, len(self._linked), self._heads())
         if self._progress is not None and self._n_ended % PROGRESS_OPS:
             self._progress(self._n_ended)
 
-    def _serve(
-        self, positions: list[int], shared: DuplexLink | None, direction: int
-    ) -> Generator[Event, None, None]:
-        """The process of one lane."""
-        env, linked, seconds = self._env, self._linked, self._seconds
+    def ending(self, index: int) -> Generator[Event, None, None]:
+        """Wait until an op has ended; delegate to it (``yield from``)."""
+        if self.end_s[index] < 0.0:
+            yield self._end_of(index)
+
+    def _end_of(self, index: int) -> Event:
+        event = self._waited.get(index)
+        if event is None:
+            event = self._waited[index] = self.env.event()
+        return event
+
+    def serve(self, lane: Lane, positions: Sequence[int]) -> Generator[Event, None, None]:
+        """The process of one lane: its ops at ``positions``, one after another."""
+        env, linked, seconds = self.env, self._linked, self._seconds
         start_s, end_s, waited = self.start_s, self.end_s, self._waited
+        direction = _DIRECTION.get(lane)
+        shared = None if direction is None else self._shared
         for index in positions:
             for dep in linked[index].deps:
                 # One after another is all of them: an event that has ended is not waited for.
                 if end_s[dep] < 0.0:
-                    event = waited.get(dep)
-                    if event is None:
-                        event = waited[dep] = env.event()
-                    yield event
+                    yield self._end_of(dep)
             start_s[index] = env.now
-            if shared is None:
+            if shared is None or direction is None:
                 yield env.timeout(seconds[index])
             else:
                 yield from shared.copy(direction, seconds[index])
@@ -170,7 +176,7 @@ class _Run:
     def _heads(self) -> dict[Lane, tuple[str, tuple[str, ...]]]:
         """First op left of each lane and what it waits for."""
         heads = {}
-        for lane, positions in self._lanes.items():
+        for lane, positions in self.lanes.items():
             head = next((i for i in positions if self.end_s[i] < 0.0), None)
             if head is not None:
                 _, op, deps = self._linked[head]

@@ -1,8 +1,9 @@
 """The two executors of a job, block by block: SimPy, the reference, and the compiled one.
 
 Both give the same ``BlockTimes``, and ``engine=auto`` takes the compiled one unless a policy's
-steps cannot be turned into arrays. What readers get wrong: the choice is one of speed only. Times
-are equal to 1e-9 relative, decisions and bytes exactly (law L13).
+steps cannot be turned into arrays or depend on how earlier ones went (``policy.feedback``). What
+readers get wrong: the choice is one of speed only. Times are equal to 1e-9 relative, decisions and
+bytes exactly (law L13).
 """
 
 from __future__ import annotations
@@ -12,17 +13,31 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 
 from policies.cost.model import CostModel
-from policies.drive import Decision, Observer, Policy, StepContext, drive
+from policies.drive import (
+    Decision,
+    Observer,
+    Policy,
+    StepContext,
+    drive,
+    drive_steps,
+    wants_feedback,
+)
+from policies.plan.link import LinkedOp
 from policies.plan.op import Lane, Op
 from policies.spec.workload import Block
 from policies.trace.attribution import Category, attribute
 from policies.trace.metrics import lane_totals_s, metrics
-from policies.trace.span import Span
+from policies.trace.span import Span, Trace
+from sim.closed_loop import ClosedLoopBackend
 from sim.engine import SimBackend
 from sim.program_cache import ProgramCache
 
 ENGINES = ("auto", "simpy", "fast")
 EVERY_STEP = 2**62
+NOT_KNOWN_BEFORE = (
+    "policy.feedback: true needs engine=simpy or auto and a plain run: the compiled executor, and "
+    "what replays a plan, must know all decisions before it runs"
+)
 
 StepsToKeep = Callable[[int], int]
 """Leading steps of a block whose spans are wanted, from the block's number of ops."""
@@ -52,14 +67,12 @@ def simpy_blocks(
     observe: Observer,
     keep: StepsToKeep,
 ) -> Iterator[BlockTimes]:
-    """Blocks by the reference, op by op."""
-    backend = SimBackend(plant, plant.hardware.duplex)
-    for _, group in groupby(drive(policy, blocks, belief, observe), key=lambda op: op.block):
-        ops = list(group)
-        trace = backend.run(ops)
+    """Blocks by the reference, op by op; for a policy with feedback, as they run."""
+    make = _closed_loop if wants_feedback(policy) else _open_loop
+    for ops, trace, linked in make(policy, blocks, plant, belief, observe):
         measured = metrics(trace)
         makespan_s = measured.makespan_s
-        waits = attribute(trace.spans, [item.deps for item in backend.linked])
+        waits = attribute(trace.spans, [item.deps for item in linked])
         n_steps = keep(len(ops))
         yield BlockTimes(
             len(ops),
@@ -73,6 +86,39 @@ def simpy_blocks(
         )
 
 
+Ran = tuple[Sequence[Op], Trace, Sequence[LinkedOp]]
+"""A block that has run."""
+
+
+def _open_loop(
+    policy: Policy,
+    blocks: Sequence[Block],
+    plant: CostModel,
+    belief: CostModel,
+    observe: Observer,
+) -> Iterator[Ran]:
+    """A block's plan is known before it runs."""
+    backend = SimBackend(plant, plant.hardware.duplex)
+    for _, group in groupby(drive(policy, blocks, belief, observe), key=lambda op: op.block):
+        ops = list(group)
+        yield ops, backend.run(ops), backend.linked
+
+
+def _closed_loop(
+    policy: Policy,
+    blocks: Sequence[Block],
+    plant: CostModel,
+    belief: CostModel,
+    observe: Observer,
+) -> Iterator[Ran]:
+    """A step is planned when the step two before it has run."""
+    backend = ClosedLoopBackend(plant, plant.hardware.duplex)
+    steps = drive_steps(policy, blocks, belief, observe, backend.ended)
+    for block in blocks:
+        trace = backend.run(islice(steps, block.max_new))
+        yield [item.op for item in backend.linked], trace, backend.linked
+
+
 def _kept(spans: Iterable[Span], ops: Sequence[Op], n_steps: int) -> tuple[Span, ...]:
     """Spans of the ops that work for the first ``n_steps`` steps."""
     return tuple(span for span, op in zip(spans, ops, strict=True) if op.step < n_steps)
@@ -82,6 +128,8 @@ class KeptSteps:
     """A policy that decides as ever and emits nothing: its steps are kept instead."""
 
     def __init__(self, policy: Policy) -> None:
+        if wants_feedback(policy):
+            raise ValueError(NOT_KNOWN_BEFORE)
         self._policy = policy
         self.name, self.buffers = policy.name, policy.buffers
         self.blocks, self.place, self.decide = policy.blocks, policy.place, policy.decide

@@ -121,7 +121,7 @@ def capped(hardware: HardwareProfile, power: PowerModel) -> HardwareProfile:
         return Curve(curve.x, tuple(memory * y for y in curve.y))
 
     window = hardware.attention_window
-    unfused = (hardware.attention_unfused_decode, hardware.attention_unfused_prefill)
+    unfused = (hardware.attention_unfused_decode, hardware.attention_unfused_scores)
     most = flops * max(max(row) for row in window.z)
     return replace(
         hardware,
@@ -134,5 +134,5 @@ def capped(hardware: HardwareProfile, power: PowerModel) -> HardwareProfile:
             window.x, window.y, tuple(tuple(min(memory * z, most) for z in row) for row in window.z)
         ),
         attention_unfused_decode=unfused[0] and throttled(unfused[0]),
-        attention_unfused_prefill=unfused[1] and throttled(unfused[1]),
+        attention_unfused_scores=unfused[1] and throttled(unfused[1]),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from policies.cost.model import CostModel
-from policies.drive import Policy
+from policies.drive import Policy, wants_feedback
 from policies.errors import Infeasible, OutOfMemory
 from policies.placement import Placement, block_kv_bytes
 from policies.plan.memory import Buffers, block_pools, check_run, run_pools
@@ -23,7 +23,14 @@ from policies.trace.attribution import Category
 from policies.trace.decisions import StepDecision
 from policies.trace.span import Span, parse_key
 from sim.decisions import DecisionLog
-from sim.executors import ENGINES, EVERY_STEP, BlockTimes, fast_blocks, simpy_blocks
+from sim.executors import (
+    ENGINES,
+    EVERY_STEP,
+    NOT_KNOWN_BEFORE,
+    BlockTimes,
+    fast_blocks,
+    simpy_blocks,
+)
 from sim.job import WorkloadSpec, make_job
 from sim.memory import Ledger
 from sim.pack import Job
@@ -57,6 +64,8 @@ class RunSpec:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ValueError(f"engine: {self.engine!r} is none of {', '.join(ENGINES)}")
+        if self.engine == "fast" and wants_feedback(self.policy):
+            raise ValueError(NOT_KNOWN_BEFORE)
         if self.trace not in TRACE_MODES:
             raise ValueError(f"trace: {self.trace!r} is none of {', '.join(TRACE_MODES)}")
 
@@ -195,7 +204,7 @@ def _execute(
 ) -> RunResult:
     plant = CostModel(spec.model, spec.hardware, placement)
     belief = plant if spec.belief is None else CostModel(spec.model, spec.belief, placement)
-    engine = "simpy" if spec.engine == "simpy" else "fast"
+    engine = "simpy" if spec.engine == "simpy" or wants_feedback(spec.policy) else "fast"
     try:
         tally, decided = _run_blocks(engine, spec, blocks, plant, belief, progress, known)
     except UntraceableError:

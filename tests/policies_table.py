@@ -11,10 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from policies.accelerate import Accelerate
+from policies.cake import Cake
 from policies.cost.model import CostModel
+from policies.cpu_attention import CpuAttention
 from policies.drive import Decision, Policy, StepContext, drive
 from policies.errors import OutOfMemory
 from policies.flexgen import FlexGen
+from policies.hybridserve import HybridServe
+from policies.kvpr import Kvpr
 from policies.mixed import Mixed
 from policies.placement import Placement, block_kv_bytes
 from policies.plan.memory import Buffers, check_run, place
@@ -25,6 +29,7 @@ from policies.spec.hardware import HardwareProfile, Link
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
 from policies.tightllm import TightLLM
+from policies.zero_inference import ZeroInference
 
 ALL = 10**9  # more than any context
 
@@ -78,9 +83,20 @@ POLICIES: dict[str, Policy] = {
     "tightllm-no-loader": TightLLM(loader=False, solver="dp"),
     "tightllm-neither": TightLLM(distributor=False, loader=False, solver="dp"),
     "tightllm-serial-links": TightLLM(serial_links=True, solver="dp"),
+    "kvpr": Kvpr(),
+    "kvpr-resident": Kvpr(placement="gpu"),
+    "hybridserve": HybridServe(),
     "mixed": Mixed(solver="dp"),
     "mixed-no-recompute": Mixed(recompute=False, solver="dp"),
     "mixed-no-loader": Mixed(loader=False, solver="dp"),
+    "zero-inference": ZeroInference(),
+    "zero-inference-cpu": ZeroInference(kv="cpu"),
+    "zero-inference-cpu-given": ZeroInference(kv="cpu", batches="given"),
+    "cpu-attention": CpuAttention(),
+    "cpu-attention-parts": CpuAttention(parts=3),
+    "cpu-attention-half": CpuAttention(cpu_share=0.5),
+    "cake": Cake(),
+    "cake-token-by-token": Cake(chunk_tokens=1),
     "recompute-one": FixedRecompute((1,)),
     "recompute-all": FixedRecompute((ALL,)),
     "recompute-changing": FixedRecompute((0, ALL, 1, -1, 0, 5, -2)),

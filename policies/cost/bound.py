@@ -11,16 +11,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from policies.accelerate import Accelerate
+from policies.cake import Cake
 from policies.cost.breakeven import PhaseCost, phase_cost
 from policies.cost.fenced import fenced_step_s
 from policies.cost.model import CostModel
+from policies.cpu_attention import CpuAttention
 from policies.drive import Policy
 from policies.flexgen import FlexGen
 from policies.plan.op import Attention
 from policies.spec.workload import Block
+from policies.zero_inference import ZeroInference
+
+_STRETCHES = 8  # of decode steps, where layer inputs are loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class RunBound:
 
 def may_recompute(policy: Policy) -> bool:
     """Whether a policy may recompute cached tokens; one that is not known may."""
-    if isinstance(policy, FlexGen | Accelerate):
+    if isinstance(policy, FlexGen | Accelerate | ZeroInference | CpuAttention):
         return False
     return bool(getattr(policy, "distributor", True))
 
@@ -60,7 +66,7 @@ def run_bound(policy: Policy, costs: CostModel, blocks: Sequence[Block]) -> RunB
         first_s, later_s = fenced if fenced else (0.0, 0.0)
         prefill_s += times * max(before.bound_s, first_s)
         if steps:
-            decode = _decode_lanes(costs, block, attention, recompute)
+            decode = _decode(policy, costs, block, recompute)
             # Two slots: at most two layers' inputs arrive while prefill still runs.
             early = 2.0 / (steps * costs.model.n_layers)
             block_s = max(max(decode), later_s) * max(0.0, 1.0 - early)
@@ -88,32 +94,82 @@ def _lanes(cost: PhaseCost) -> tuple[float, ...]:
     return cost.h2d_s, cost.store_s, cost.disk_s, cost.compute_s, cost.cpu_s
 
 
-def _decode_lanes(
-    costs: CostModel, block: Block, attention: Attention, recompute: bool
-) -> tuple[float, ...]:
-    """Seconds per lane of all decode steps, each as long as the middle one.
+def _decode(policy: Policy, costs: CostModel, block: Block, recompute: bool) -> tuple[float, ...]:
+    """Seconds per lane of all decode steps, as the policy attends and recomputes in them."""
+    attention = policy.buffers.attention
+    if isinstance(policy, CpuAttention):
+        return _split_lanes(costs, block, attention)
+    if isinstance(policy, ZeroInference) and policy.kv == "cpu":
+        attention = Attention.CPU
+    return _decode_lanes(costs, block, attention, recompute, front=isinstance(policy, Cake))
 
-    Lane times are linear in the context or convex, so the mean step is no longer than their mean.
+
+def _split_lanes(costs: CostModel, block: Block, attention: Attention) -> tuple[float, ...]:
+    """Seconds per lane where every batch, or a part of it, attends on the GPU or on the CPU.
+
+    Link and CPU share the KV, so what is bounded is the longer of both, and it stands for the CPU:
+    ``max(link, cpu) >= x link + (1 - x) cpu`` for any x in 0..1, in which each batch takes the
+    lesser side. A batch computes at least what the lesser way takes in the first step.
     """
     steps, middle = block.max_new - 1, block.max_new // 2
-    if recompute and attention is not Attention.CPU:
-        cost = _best_tail(costs, block, middle, attention)
-        return tuple(steps * seconds for seconds in _lanes(cost))
-    loads = phase_cost(costs, block, middle, attention, stores=False)
-    stores = phase_cost(costs, block, middle, attention).store_s
-    lanes = [steps * seconds for seconds in _lanes(loads)]
-    lanes[1] = (steps - 1) * stores  # the last step stores nothing
+    whole = phase_cost(costs, block, middle, attention, stores=False)
+    store_s = phase_cost(costs, block, middle, attention).store_s
+    sides: list[tuple[float, float]] = []  # seconds of the link and of the CPU
+    compute_s = 0.0
+    for batch, times in Counter(block.batches).items():
+        one = replace(block, batches=(batch,))
+        kv_s = phase_cost(costs, one, middle, attention).kv_s
+        cpu_s = phase_cost(costs, one, middle, Attention.CPU).cpu_s
+        sides.append((times * kv_s, times * cpu_s))
+        ways = (phase_cost(costs, one, 1, how).compute_s for how in (attention, Attention.CPU))
+        compute_s += times * min(ways)
+    shares = {1.0} | {cpu_s / (kv_s + cpu_s) for kv_s, cpu_s in sides if kv_s + cpu_s > 0}
+    longer_s = max(
+        x * whole.weights_s + sum(min(x * kv_s, (1 - x) * cpu_s) for kv_s, cpu_s in sides)
+        for x in shares
+    )
+    each = (whole.weights_s, 0.0, whole.disk_s, compute_s, longer_s)
+    lanes = [steps * seconds for seconds in each]
+    lanes[1] = (steps - 1) * store_s  # the last step stores nothing
     return tuple(lanes)
 
 
-def _best_tail(costs: CostModel, block: Block, step: int, attention: Attention) -> PhaseCost:
-    """The step with the tail that balances transfers and compute.
+def _decode_lanes(
+    costs: CostModel, block: Block, attention: Attention, recompute: bool, front: bool
+) -> tuple[float, ...]:
+    """Seconds per lane of all decode steps.
 
-    Transfers fall and compute grows with the tail, so the best is where they cross.
+    Loads of KV and compute are linear in the context or convex, so each step counts as the middle
+    one. Loads of layer inputs end at the head, which is concave: there a few stretches of steps
+    each count as their first.
+    """
+    steps, middle = block.max_new - 1, block.max_new // 2
+    stretches = [(middle, steps)]
+    if costs.placement.inputs and any(costs.placement.inputs[block.index]):
+        marks = sorted({1 + i * steps // _STRETCHES for i in range(_STRETCHES)} | {block.max_new})
+        stretches = [(first, end - first) for first, end in pairwise(marks)]
+    lanes = [0.0] * 5
+    for step, n in stretches:
+        if recompute and attention is not Attention.CPU:
+            cost, store_s = _best_tail(costs, block, step, attention, front), 0.0
+        else:
+            cost = phase_cost(costs, block, step, attention, stores=False)
+            store_s = phase_cost(costs, block, step, attention).store_s
+        lanes = [held + n * more for held, more in zip(lanes, _lanes(cost), strict=True)]
+        lanes[1] += n * store_s * (steps - 1) / steps  # the last step stores nothing
+    return tuple(lanes)
+
+
+def _best_tail(
+    costs: CostModel, block: Block, step: int, attention: Attention, front: bool
+) -> PhaseCost:
+    """The step with the tail, or the front, that balances transfers and compute.
+
+    Transfers fall and compute grows with it, so the best is where they cross.
     """
 
     def at(n: int) -> PhaseCost:
-        return phase_cost(costs, block, step, attention, n, stores=False)
+        return phase_cost(costs, block, step, attention, n, stores=False, front=front)
 
     low, high = 0, max(b.prompt_len for b in block.batches) + step - 1
     least, most = at(low), at(high)

@@ -97,6 +97,13 @@ class CostModel:
             self._nbytes[key] = value
         return value
 
+    def heaviest_layer(self) -> int:
+        """The first layer with most weights to stream."""
+        n = self.model.n_layers
+        return max(
+            range(n), key=lambda i: self.placement.streamed_bytes(self.model, i, Scope.LAYER)
+        )
+
     def _transfer_key(self, op: Op) -> tuple[object, ...]:
         layer, kv = self._layer_class[op.layer], self._kv_class[op.block]
         piece = op.part % op.n_parts
@@ -158,7 +165,7 @@ class CostModel:
         busy += self._elementwise_seconds(op.layer, op.scope, rows)
         n_kernels = _N_KERNELS[op.scope]
         if op.n_project:
-            busy += self._projection_seconds(op.n_seqs * op.n_project)
+            busy += self.projection_seconds(op.n_seqs * op.n_project)
             n_kernels += _PROJECT_EXTRA_KERNELS
         if op.scope in (Scope.LAYER, Scope.ATTENTION):
             if op.attention is Attention.UNFUSED:
@@ -212,7 +219,7 @@ class CostModel:
                 per_row += (3 if model.gated_ffn else 2) * model.d_ffn
         return rows * per_row * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
 
-    def _projection_seconds(self, rows: int) -> float:
+    def projection_seconds(self, rows: int) -> float:
         """K and V of ``rows`` loaded layer inputs: a norm (read, write) and one GEMM."""
         normed = 2 * rows * self.model.d_model * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
         return normed + self._gemm_seconds(count.projection_elems(self.model), rows)
@@ -251,21 +258,18 @@ class CostModel:
     def _unfused_attention_seconds(self, op: Op) -> float:
         """Attention by separate kernels: measured where the profile says so, else passes over HBM.
 
-        Moving the cache into place does not depend on the number of queries and every other kernel
-        is linear in it, so between one query and as many as keys the time is a straight line.
+        Moving the cache into place does not depend on the number of queries, every other kernel is
+        linear in it: the first query pays for the cache, each further one for its scores.
         """
         model, hardware = self.model, self.hardware
         queries, keys = op.n_new + op.n_recompute, op.n_ctx + op.n_new
         kv = op.n_seqs * keys * model.kv_bytes_per_token_layer
-        decode, prefill = hardware.attention_unfused_decode, hardware.attention_unfused_prefill
-        if decode is not None and prefill is not None:
-            if decode.extrapolated(keys) or (queries > 1 and prefill.extrapolated(keys)):
+        first, further = hardware.attention_unfused_decode, hardware.attention_unfused_scores
+        if first is not None and further is not None:
+            if first.extrapolated(keys) or (queries > 1 and further.extrapolated(keys)):
                 self.extrapolated.add("attention_unfused")
-            one_s = kv / decode(keys)
-            if queries == 1:
-                return one_s
-            all_s = op.n_seqs * model.n_heads * keys**2 / prefill(keys)
-            return one_s + (queries - 1) / (keys - 1) * (all_s - one_s)
+            scores = op.n_seqs * model.n_heads * (queries - 1) * keys
+            return kv / first(keys) + scores / further(keys)
         scores = op.n_seqs * model.n_heads * queries * keys
         traffic = _UNFUSED_KV_PASSES * kv + _SCORE_PASSES * scores * ACT_BYTES_PER_ELEM
         # The mask is applied after the product: all pairs are computed, causal or not.

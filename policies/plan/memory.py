@@ -168,12 +168,13 @@ def place(
     kv_on_gpu: bool = False,
     inputs: tuple[tuple[int, ...], ...] = (),
 ) -> Placement:
-    """Placement by name: ``host``, or ``auto``, which fills spare GPU memory with whole layers.
+    """Placement by name: ``host``; ``auto`` fills spare GPU memory with whole layers; ``gpu`` holds
+    all layers there, whether they fit or not.
 
     ``inputs`` as in ``Placement``.
     """
-    if mode not in ("host", "auto"):
-        raise ValueError(f"policy.placement: {mode!r} is neither 'host' nor 'auto'")
+    if mode not in ("host", "auto", "gpu"):
+        raise ValueError(f"policy.placement: {mode!r} is none of 'host', 'auto', 'gpu'")
 
     def with_resident(n: int) -> Placement:
         # What goes to disk needs staging in host memory, which pushes more to disk: repeat until
@@ -194,8 +195,8 @@ def place(
                 return placement
             aside = need
 
-    if mode == "host":
-        return with_resident(0)
+    if mode != "auto":
+        return with_resident(model.n_layers if mode == "gpu" else 0)
     usable = hardware.usable_bytes("gpu")
     room = usable - _gpu_bytes(model, with_resident(0), buffers, blocks)
     takes = _resident_bytes(model, buffers)

@@ -75,11 +75,11 @@ class HardwareProfile:
     Rates: ``gemm`` is FLOP/s by rows (tokens in the GEMM); ``attention_decode`` is KV bytes/s of a
     one-query fused kernel by context; ``attention_prefill`` is FLOP/s by context, counting each
     causal pair once; ``attention_window`` is the same by (queries, context) for a short run of
-    queries over a longer context. ``attention_unfused_decode`` (KV bytes/s of one query) and
-    ``attention_unfused_prefill`` (scores/s, one for each head, query and key, masked or not) are
-    those of attention by separate kernels, by context; where they are None, its passes over memory
-    are counted instead. ``duplex`` multiplies the rate of H2D and D2H while both are
-    busy. ``cpu_attention_bytes_per_s`` is the KV bytes/s of attention on the CPU and
+    queries over a longer context. Attention by separate kernels takes ``attention_unfused_decode``
+    (KV bytes/s of the first query) and ``attention_unfused_scores`` (scores/s of further queries:
+    one score for each head, query and key, masked or not), both by context; where they are None,
+    its passes over memory are counted instead. ``duplex`` multiplies the rate of H2D and D2H while
+    both are busy. ``cpu_attention_bytes_per_s`` is the KV bytes/s of attention on the CPU and
     ``cpu_bytes_per_s`` the rate at which the CPU reads host memory. ``launch_s`` is the host time
     to issue one kernel, ``sync_s`` the cost of one device synchronisation.
     """
@@ -112,7 +112,7 @@ class HardwareProfile:
     tdp_watts: float
     n_gpus: int = 1
     attention_unfused_decode: Curve | None = None
-    attention_unfused_prefill: Curve | None = None
+    attention_unfused_scores: Curve | None = None
     provenance: Mapping[str, Provenance] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -154,9 +154,9 @@ class HardwareProfile:
         missing = [name for name in sourced if name not in _UNSOURCED | set(self.provenance)]
         if self.provenance and missing:
             raise ValueError(f"hardware.provenance: no entry for {', '.join(missing)}")
-        decode, prefill = self.attention_unfused_decode, self.attention_unfused_prefill
+        decode, prefill = self.attention_unfused_decode, self.attention_unfused_scores
         if (decode is None) is not (prefill is None):
-            lacking = "attention_unfused_decode" if decode is None else "attention_unfused_prefill"
+            lacking = "attention_unfused_decode" if decode is None else "attention_unfused_scores"
             raise ValueError(
                 f"hardware.{lacking}: is null, must be a curve like its counterpart: unfused "
                 "attention takes both or none"
@@ -187,4 +187,4 @@ class HardwareProfile:
 
 _UNSOURCED = {"name", "provenance"}
 # Curves that a profile may lack.
-OPTIONAL = ("attention_unfused_decode", "attention_unfused_prefill")
+OPTIONAL = ("attention_unfused_decode", "attention_unfused_scores")

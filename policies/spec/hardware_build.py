@@ -73,7 +73,7 @@ def hardware_from_mapping(data: Mapping[str, object]) -> HardwareProfile:
         tdp_watts=number("tdp_watts"),
         n_gpus=_count(f"{root}.n_gpus", data["n_gpus"]),
         attention_unfused_decode=_optional_curve(root, data, "attention_unfused_decode"),
-        attention_unfused_prefill=_optional_curve(root, data, "attention_unfused_prefill"),
+        attention_unfused_scores=_optional_curve(root, data, "attention_unfused_scores"),
         provenance=_provenances(f"{root}.provenance", data["provenance"]),
     )
 

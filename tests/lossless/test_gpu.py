@@ -23,6 +23,7 @@ from policies.trace.metrics import metrics
 from real.arena import HostArena
 from real.checkpoint import Random
 from tests.lossless.engine import FAMILIES, JOBS, UNIFORM, Job, Outcome, job, run
+from tests.lossless.mixes import ALL, MIXES, FixedMix
 from tests.lossless.test_every_policy import VARIANTS, expected, plain
 from tests.policies_table import SMALL, FixedRecompute
 
@@ -52,6 +53,9 @@ HALF = (
 )
 
 
+ENGINES: dict[str, Policy] = {**VARIANTS, **MIXES}
+
+
 def check_where_clear(outcome: Outcome, tokens, logits) -> None:  # type: ignore[no-untyped-def]
     """Tokens equal up to the first step whose best two logits are too close to tell."""
     n_clear = 0
@@ -73,18 +77,18 @@ def wide(family: str, padded: bool):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", HALF)
+@pytest.mark.parametrize("policy", [*HALF, *MIXES])
 def test_half_precision_tokens(policy: str, family: str, padded: bool, tmp_path: Path) -> None:
     work = RAGGED if padded else WIDE_JOB
-    outcome = run(WIDE[family], work, VARIANTS[policy], "float16", device=CUDA, disk_dir=tmp_path)
+    outcome = run(WIDE[family], work, ENGINES[policy], "float16", device=CUDA, disk_dir=tmp_path)
     check_where_clear(outcome, *wide(family, padded))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", VARIANTS)
+@pytest.mark.parametrize("policy", ENGINES)
 def test_float32_tokens(policy: str, family: str, tmp_path: Path) -> None:
     for name in ("uniform", "ragged"):
-        outcome = run(FAMILIES[family], JOBS[name], VARIANTS[policy], "float32", device=CUDA,
+        outcome = run(FAMILIES[family], JOBS[name], ENGINES[policy], "float32", device=CUDA,
                       disk_dir=tmp_path, delay_seed=1)  # fmt: skip
         assert outcome.tokens == expected(family, name, "float32")[0]
 
@@ -115,8 +119,14 @@ def big(policy: Policy, work: Job = BIG_JOB) -> Outcome:
 
 @pytest.mark.parametrize(
     "policy",
-    [FixedRecompute((300,)), FlexGen(kv_pinned=True), FlexGen()],
-    ids=["recompute", "flexgen-pinned", "flexgen"],
+    [
+        FixedRecompute((300,)),
+        FlexGen(kv_pinned=True),
+        FlexGen(),
+        FixedMix((ALL,), (50,)),
+        FixedMix((500, 1, 0), (40,), (100,)),
+    ],
+    ids=["recompute", "flexgen-pinned", "flexgen", "inputs", "all-sources"],
 )
 def test_the_loop_asks_the_driver_for_no_memory(policy: Policy) -> None:
     outcome = big(policy)
@@ -132,9 +142,12 @@ def test_the_loop_asks_the_driver_for_no_memory(policy: Policy) -> None:
         assert after.get(name, 0) == before.get(name, 0), name
 
 
-def test_copies_and_compute_overlap() -> None:
+@pytest.mark.parametrize(
+    "policy", [FixedRecompute((300,)), FixedMix((ALL,), (50,))], ids=["recompute", "inputs"]
+)
+def test_copies_and_compute_overlap(policy: Policy) -> None:
     """Busy time of copies and compute exceeds the time that passed."""
-    outcome = big(FixedRecompute((300,)))
+    outcome = big(policy)
     backend = outcome.backend
     try:
         trace = backend.execute()  # the first run warmed up
@@ -149,12 +162,35 @@ def test_copies_and_compute_overlap() -> None:
             assert two.start_s >= one.end_s - 20e-6, (one.key, two.key)
 
 
-def test_poison_and_delays_change_no_token() -> None:
-    reference = run(WIDE["llama"], UNIFORM, FixedRecompute((2,)), "float16", device=CUDA,
-                    poison=False)  # fmt: skip
+def test_attention_on_the_cpu_overlaps_the_gpu() -> None:
+    """While one batch attends on the CPU, others load and compute."""
+    outcome = big(FixedMix(on_cpu=(1,)))
+    backend = outcome.backend
+    try:
+        trace = backend.execute()
+    finally:
+        backend.close()
+        backend.arenas.close()
+    attending = [s for s in trace.spans if s.lane is Lane.CPU]
+    others = [s for s in trace.spans if s.lane in (Lane.COMPUTE, Lane.H2D)]
+    assert attending
+    shared_s = sum(
+        max(0.0, min(a.end_s, o.end_s) - max(a.start_s, o.start_s))
+        for a in attending
+        for o in others
+    )
+    assert shared_s > 0.1 * sum(s.end_s - s.start_s for s in attending)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [FixedRecompute((2,)), MIXES["front-inputs-kv-tail"], MIXES["cpu-one-batch"]],
+    ids=["recompute", "all-sources", "cpu"],
+)
+def test_poison_and_delays_change_no_token(policy: Policy) -> None:
+    reference = run(WIDE["llama"], UNIFORM, policy, "float16", device=CUDA, poison=False)
     for seed in range(3):
-        outcome = run(WIDE["llama"], UNIFORM, FixedRecompute((2,)), "float16", device=CUDA,
-                      delay_seed=seed)  # fmt: skip
+        outcome = run(WIDE["llama"], UNIFORM, policy, "float16", device=CUDA, delay_seed=seed)
         assert outcome.tokens == reference.tokens
 
 

@@ -23,6 +23,7 @@ from real.files import write_result
 from real.run import Options, run_request
 from sim.engine import SimBackend
 from tests.lossless.engine import CPU, FAMILIES, UNIFORM, in_dtype, overflowing, run
+from tests.lossless.mixes import MIXES
 from tests.policies_table import POLICIES, SMALL
 
 NAMED = [name for name in POLICIES if not name.startswith("recompute")]
@@ -114,6 +115,8 @@ DISK = (Kind.READ_WEIGHT, Kind.READ_KV, Kind.WRITE_KV)
         "flexgen-kv-split",
         "tightllm-dp",
         "recompute-changing",
+        "ranged-with-tail",
+        "cpu-first-and-inputs",
     ],
 )
 def test_what_is_copied_is_what_the_plan_counts(
@@ -138,7 +141,8 @@ def test_what_is_copied_is_what_the_plan_counts(
 
     monkeypatch.setattr(transfers, "_copier", counting_copier)
     monkeypatch.setattr(transfers.Transfers, "make", counting_make)
-    outcome = run(FAMILIES[family], _even(name), POLICIES[name], "bfloat16", poison=False)
+    policy = (POLICIES | MIXES)[name]
+    outcome = run(FAMILIES[family], _even(name), policy, "bfloat16", poison=False)
     model = in_dtype(FAMILIES[family], "bfloat16")
     checked = [op for op in outcome.ops if op.kind in (*MOVES, Kind.LOAD_ACT, Kind.STORE_ACT)]
     assert checked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from policies.run_request import RunRequest
 from policies.spec.hardware import HardwareProfile, Link
 from policies.spec.workload import Batch, Block
 from policies.tightllm import TightLLM
+from policies.trace.decisions import write_decisions
 from policies.trace.jsonl import write_jsonl
 from policies.trace.span import Span, Trace
 from tests.policies_table import OPT, SMALL
@@ -45,10 +45,7 @@ def write_run(
     run = replay(what, machine)
     (folder / REQUEST).write_text(what.to_json(), encoding="utf-8")
     write_jsonl((change(span) for span in run.trace.spans), folder / TRACE)
-    with (folder / DECISIONS).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("block", "step", "batch", "n_ctx", "n_recompute", "slices"))
-        writer.writerows(run.decisions)
+    write_decisions(run.decisions, folder / DECISIONS)
     result = {"status": "ok", "device": "Test GPU"}
     (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
 
@@ -106,7 +103,8 @@ def test_other_plans_and_decisions_are_reported(tmp_path: Path) -> None:
     write_run(tmp_path / "run", request())
     path = tmp_path / "run" / DECISIONS
     lines = path.read_text(encoding="utf-8").splitlines()
-    lines[5] = ",".join([*lines[5].split(",")[:4], "77", "1"])
+    cells = lines[5].split(",")
+    lines[5] = ",".join([*cells[:4], "77", *cells[5:]])
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     trace = tmp_path / "run" / TRACE
     spans = trace.read_text(encoding="utf-8").splitlines()

@@ -46,7 +46,7 @@ TRUTH = replace(
         ((1e11, 2e11), (2e11, 4e11), (2e11, 4.5e11)),  # no 128 queries over 64 keys: held
     ),
     attention_unfused_decode=Curve(tuple(map(float, TINY.unfused_contexts)), (1e11, 1.5e11)),
-    attention_unfused_prefill=Curve(tuple(map(float, TINY.unfused_contexts)), (2e9, 3e9)),
+    attention_unfused_scores=Curve(tuple(map(float, TINY.unfused_contexts)), (2e9, 3e9)),
 )
 
 
@@ -142,17 +142,18 @@ def test_unfused_rates_are_both_there_or_neither() -> None:
 
     for group in ("attention_unfused_decode", "attention_unfused_prefill"):
         hardware = lack(group)
-        assert (hardware.attention_unfused_decode, hardware.attention_unfused_prefill) == (
-            None,
-        ) * 2
+        assert (hardware.attention_unfused_decode, hardware.attention_unfused_scores) == (None,) * 2
         assert not {name for name in hardware.provenance if "unfused" in name}
 
 
-def test_unfused_prefill_amounts_to_scores() -> None:
+def test_unfused_scores_are_a_prefill_less_its_cache() -> None:
     x = {"batch": 2, "queries": 64, "keys": 64, "n_heads": 8, "n_kv_heads": 2, "head_dim": 64,
          "elem_bytes": 2}  # fmt: skip
     points = [point(Case("attention_unfused_prefill", x), (4.0,))]
-    assert fit.fit_unfused_prefill(points).y == pytest.approx((2 * 8 * 64 * 64 / 4.0,))
+    kv, scores = 2 * 2 * 64 * 2 * 64 * 2, 2 * 8 * 63 * 64
+    for kv_s, left_s in ((1.0, 3.0), (3.9, 0.4), (5.0, 0.4)):
+        curve = fit.fit_unfused_scores(points, Curve((64,), (kv / kv_s,)))
+        assert curve.y == pytest.approx((scores / left_s,))
 
 
 def test_a_window_has_no_more_queries_than_keys() -> None:

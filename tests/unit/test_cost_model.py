@@ -118,11 +118,11 @@ def test_unfused_attention_is_memory_traffic():
 
 
 def test_unfused_attention_by_its_measured_rates():
-    """One query: the rate of the cache; all queries: that of scores; between them a line."""
+    """The first query pays for the cache, each further one for its scores."""
     measured = replace(
         FLAT,
         attention_unfused_decode=Curve((1, 4096), (1e11, 1e11)),
-        attention_unfused_prefill=Curve((1, 4096), (2e10, 2e10)),
+        attention_unfused_scores=Curve((1, 4096), (2e10, 2e10)),
     )
 
     def attention_s(hardware, **amounts):
@@ -132,11 +132,12 @@ def test_unfused_attention_by_its_measured_rates():
         return costs(OPT, hardware).seconds(part) - sum(costs().seconds(op) for op in rest)
 
     one_s = 8 * 100 * 2 * OPT.d_model * 2 / 1e11
-    all_s = 8 * OPT.n_heads * 100 * 100 / 2e10
+    score_s = 8 * OPT.n_heads * 100 / 2e10
     assert attention_s(measured) == pytest.approx(one_s, rel=1e-9)
+    all_s = one_s + 99 * score_s
     assert attention_s(measured, n_new=100, n_ctx=0) == pytest.approx(all_s, rel=1e-9)
-    half = one_s + 49 / 99 * (all_s - one_s)
-    assert attention_s(measured, n_recompute=49) == pytest.approx(half, rel=1e-9)
+    window_s = one_s + 49 * score_s
+    assert attention_s(measured, n_recompute=49) == pytest.approx(window_s, rel=1e-9)
     fused = forward(Scope.ATTENTION)
     assert costs(OPT, measured).seconds(fused) == costs().seconds(fused)
     beyond = costs(OPT, measured)

@@ -308,17 +308,17 @@ def test_curves_that_a_profile_may_lack() -> None:
     source = {"kind": "measured", "source": "here"}
     curves: dict[str, object] = {
         "attention_unfused_decode": {"x": [128, 1024], "y": [2.0e11, 3.0e11]},
-        "attention_unfused_prefill": {"x": [256], "y": [1.0e11]},
+        "attention_unfused_scores": {"x": [256], "y": [1.0e11]},
     }
     assert hardware_from_mapping({**data, **dict.fromkeys(curves)}) == profile("h200")
     both = {**data, **curves, "provenance": {**data["provenance"], **dict.fromkeys(curves, source)}}  # type: ignore[dict-item]
     hardware = hardware_from_mapping(both)
     assert hardware.attention_unfused_decode == Curve((128, 1024), (2e11, 3e11))
-    assert hardware.attention_unfused_prefill == Curve((256,), (1e11,))
+    assert hardware.attention_unfused_scores == Curve((256,), (1e11,))
     with pytest.raises(ValueError, match=r"no entry for attention_unfused_decode"):
         hardware_from_mapping({**data, **curves})
     one = {**both, "attention_unfused_decode": None}
     with pytest.raises(ValueError, match=r"hardware\.attention_unfused_decode: is null"):
         hardware_from_mapping(one)
-    with pytest.raises(ValueError, match=r"attention_unfused_prefill\.y: 0\.5 must be >= 1"):
-        replace(hardware, attention_unfused_prefill=Curve((256,), (0.5,)))
+    with pytest.raises(ValueError, match=r"attention_unfused_scores\.y: 0\.5 must be >= 1"):
+        replace(hardware, attention_unfused_scores=Curve((256,), (0.5,)))

@@ -22,7 +22,7 @@ NAMES = {f.name for f in fields(HardwareProfile)}
 WHOLE = replace(
     SMALL,
     attention_unfused_decode=Curve((128, 1024), (1e11, 2e11)),
-    attention_unfused_prefill=Curve((128, 1024), (1e10, 2e10)),
+    attention_unfused_scores=Curve((128, 1024), (1e10, 2e10)),
 )
 
 
@@ -50,8 +50,8 @@ def test_curves_that_a_profile_lacks_stay_lacking():
     deviations = dict.fromkeys(UNCERTAIN, 0.1)
     drawn = draw(SMALL, deviations, np.random.default_rng(1))
     more = draw(WHOLE, deviations, np.random.default_rng(1))
-    assert set(more) - set(drawn) == {"attention_unfused_decode", "attention_unfused_prefill"}
-    assert with_factors(SMALL, more).attention_unfused_prefill is None
+    assert set(more) - set(drawn) == {"attention_unfused_decode", "attention_unfused_scores"}
+    assert with_factors(SMALL, more).attention_unfused_scores is None
 
 
 def test_every_rate_belongs_to_one_resource():

@@ -1,0 +1,143 @@
+"""Which compute rates are wrong, and by how much: least squares over measured forwards.
+
+A forward is a sum of kernels, and one forward does not tell which of them was slower than believed.
+Forwards of other shapes do: prefill, the LM head, batches that recompute other tails. Of the
+explanations that fit all shapes the one with the fewest wrong numbers is taken, and of those the
+smallest change. What readers get wrong: where shapes do not tell, that is one factor common to all
+rates of the GPU, right near the shapes that were seen and only there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.cost.model import CostModel
+from policies.plan.op import Op
+from policies.spec.factors import with_factors
+from policies.spec.hardware import HardwareProfile
+
+COMPUTE = ("gemm", "attention_decode", "attention_window", "attention_prefill", "hbm_bytes_per_s",
+           "attention_unfused_decode", "attention_unfused_scores", "launch_s")  # fmt: skip
+EXPLAINED = 0.005  # root mean square of relative errors below which a belief is right
+LARGEST = 4.0  # factors searched: from a quarter to four times
+_RIDGE = 1e-4  # of squared log factors, against squared relative errors: 1 % is 1e-4
+_MAX_WRONG = 3  # numbers that may be wrong at once
+_GRID = 15
+_ROUNDS = 3  # of Gauss-Newton
+
+Vector = NDArray[np.float64]
+
+
+class Forward(NamedTuple):
+    """A forward, its measured seconds, and its weight among the forwards of a fit."""
+
+    op: Op
+    seconds: float
+    weight: float
+
+
+class ComputeFit:
+    """Factors of compute rates of ``belief`` that explain ``forwards``."""
+
+    def __init__(self, belief: CostModel, forwards: Sequence[Forward]) -> None:
+        self._belief = belief
+        self._ops = [forward.op for forward in forwards]
+        self._log_s = np.log([forward.seconds for forward in forwards])
+        weights = np.array([forward.weight for forward in forwards])
+        self._root = np.sqrt(weights / weights.sum())
+        hardware = belief.hardware
+        rates = tuple(n for n in COMPUTE if n != "launch_s" and getattr(hardware, n) is not None)
+        # The common factor first: of explanations that are equally good the first is taken.
+        groups = (rates, *((name,) for name in rates), ("launch_s",))
+        self._groups = [group for group in groups if getattr(hardware, group[0])]
+
+    def error(self, factors: Mapping[str, float]) -> float:
+        """Weighted root mean square of the log of measured over predicted seconds."""
+        return float(np.linalg.norm(self._residuals(factors)))
+
+    def solve(self) -> dict[str, float]:
+        """The factors, of ``COMPUTE``; numbers that need not be wrong are left out."""
+        support: list[tuple[str, ...]] = []
+        log_factors = np.zeros(0)
+        cost = self._cost(support, log_factors)
+        while len(support) < _MAX_WRONG and cost > EXPLAINED**2:
+            options = [group for group in self._groups if group not in support]
+            tried = [self._extended(support, log_factors, group) for group in options]
+            costs = [option_cost for option_cost, _ in tried]
+            if not costs or min(costs) > 0.75 * cost:
+                break
+            # Within a hair of the best the first is taken, else noise would choose.
+            best = next(i for i, c in enumerate(costs) if c <= min(costs) + 1e-9)
+            support = [*support, options[best]]
+            cost, log_factors = tried[best]
+        return self._factors(support, log_factors)
+
+    # ---- one explanation ------------------------------------------------------------------
+
+    def _extended(
+        self, support: list[tuple[str, ...]], start: Vector, group: tuple[str, ...]
+    ) -> tuple[float, Vector]:
+        """Cost and log factors of the best explanation with one number more.
+
+        A number that limits no kernel at first, like a launch cost, shows no gradient: the new
+        factor is looked for over the whole range, then all are polished.
+        """
+        groups = [*support, group]
+        top = math.log(LARGEST)
+
+        def cost(log_factor: float) -> float:
+            return self._cost(groups, np.append(start, log_factor))
+
+        grid = np.linspace(-top, top, _GRID)
+        at = int(np.argmin([cost(x) for x in grid]))
+        low, high = grid[max(at - 1, 0)], grid[min(at + 1, _GRID - 1)]
+        for _ in range(8):
+            left, right = low + (high - low) / 3, high - (high - low) / 3
+            if cost(left) <= cost(right):
+                high = right
+            else:
+                low = left
+        return self._polished(groups, np.append(start, (low + high) / 2))
+
+    def _polished(self, groups: list[tuple[str, ...]], log_factors: Vector) -> tuple[float, Vector]:
+        """Gauss-Newton on all log factors, as long as it gets better."""
+        best, ridge = self._cost(groups, log_factors), math.sqrt(_RIDGE)
+        for _ in range(_ROUNDS):
+            residuals = self._residuals(self._factors(groups, log_factors))
+            columns = []
+            for i in range(len(groups)):
+                moved = log_factors.copy()
+                moved[i] += 1e-4
+                columns.append((self._residuals(self._factors(groups, moved)) - residuals) / 1e-4)
+            rows = np.vstack([np.column_stack(columns), ridge * np.eye(len(groups))])
+            target = -np.concatenate([residuals, ridge * log_factors])
+            step = np.linalg.lstsq(rows, target, rcond=None)[0]
+            moved = np.clip(log_factors + step, -math.log(LARGEST), math.log(LARGEST))
+            cost = self._cost(groups, moved)
+            if cost >= best:
+                break
+            best, log_factors = cost, moved
+        return best, log_factors
+
+    def _cost(self, groups: list[tuple[str, ...]], log_factors: Vector) -> float:
+        residuals = self._residuals(self._factors(groups, log_factors))
+        return float(residuals @ residuals + _RIDGE * (log_factors @ log_factors))
+
+    def _residuals(self, factors: Mapping[str, float]) -> Vector:
+        hardware: HardwareProfile = with_factors(self._belief.hardware, factors)
+        costs = CostModel(self._belief.model, hardware, self._belief.placement)
+        predicted = np.log([costs.forward_seconds(op) for op in self._ops])
+        return np.asarray(self._root * (self._log_s - predicted), dtype=np.float64)
+
+    @staticmethod
+    def _factors(groups: list[tuple[str, ...]], log_factors: Vector) -> dict[str, float]:
+        factors: dict[str, float] = {}
+        for group, log_factor in zip(groups, log_factors, strict=True):
+            for name in group:
+                factors[name] = factors.get(name, 1.0) * math.exp(float(log_factor))
+        return factors

@@ -1,0 +1,207 @@
+"""A decode step in which some batches attend on the CPU while the others load their KV.
+
+A batch that attends on the CPU is projected on the GPU (QKV), attended where its KV lies, and
+finished on the GPU (OUTPUT, MLP). Its turn in a layer finishes that layer and projects the next one
+at once, from the other weight slot, so the CPU has the next queries before it runs dry. What
+readers get wrong: a copy waits in the order in which it is emitted. An output that is asked for
+before the CPU has computed it holds up all loads behind it, so the turns of CPU batches are spread
+between those of GPU batches as their outputs come, never all first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policies import slots
+from policies.drive import Decision, StepContext
+from policies.plan.op import Attention, Kind, Op, Scope, Slot
+from policies.slots import Slots
+from policies.step_ops import StepOps, Zigzag
+
+_MIN_SLICE_BYTES = 16 * 2**20  # below this a copy's latency shows
+
+
+def turns(on_cpu: tuple[int, ...]) -> tuple[int, ...]:
+    """Order in which batches take their turns in a layer; given by ``Decision.on_cpu``.
+
+    Of n CPU batches and m GPU batches, the j-th CPU batch comes right behind GPU batch
+    ``ceil(j m / n)``, when that share of the layer's loads is under way; the last comes last.
+    """
+    gpu = [b for b, there in enumerate(on_cpu) if not there]
+    cpu = [b for b, there in enumerate(on_cpu) if there]
+    order: list[int] = []
+    for j, batch in enumerate(cpu, 1):
+        done = len(order) - (j - 1)
+        order += gpu[done : -(-j * len(gpu) // len(cpu))]
+        order.append(batch)
+    return tuple(order) if cpu else tuple(gpu)
+
+
+def spread(on_cpu: tuple[int, ...], layer_bytes: int, keep_last: bool) -> tuple[int, ...]:
+    """Slices of a layer's weights over the turns: one a turn, but none below 16 MiB.
+
+    ``keep_last``: the last turn carries none. Then the next layer's weights are complete before the
+    last CPU batch has attended, and the others can be projected meanwhile: what a busy CPU needs.
+    """
+    order = turns(on_cpu)
+    n = max(1, len(order) - 1) if keep_last else len(order)
+    pieces = max(1, min(n, layer_bytes // _MIN_SLICE_BYTES))
+    slices = [0] * len(order)
+    for turn, batch in enumerate(order[:n]):
+        slices[batch] = -(-(turn + 1) * pieces // n) - -(-turn * pieces // n)
+    return tuple(slices)
+
+
+def cpu_step(ctx: StepContext, now: Decision, then: Decision | None, how: Zigzag) -> Iterator[Op]:
+    """Ops of one step: batches of ``now.on_cpu`` attend on the CPU, but not in prefill.
+
+    ``how`` says how the others attend and how many buffers there are; KV must be pinned, and no
+    fence, no separate MLP. All KV is at home in host memory or on disk.
+    """
+    if how.fence or how.sep_layer or not how.kv_pinned:
+        raise ValueError("how: cpu_step needs fence=false, sep_layer=false and kv_pinned=true")
+    return _Step(ctx, now, then, how).ops()
+
+
+class _Step(StepOps):
+    """Emits one step."""
+
+    def __init__(self, ctx: StepContext, now: Decision, then: Decision | None, how: Zigzag) -> None:
+        super().__init__(ctx, now, then, how)
+        self.order = turns(now.on_cpu)
+        self.on_cpu = [k for k in self.order if now.on_cpu[k]]
+        self.on_gpu = [k for k in self.order if not now.on_cpu[k]]
+        self.turn_of = {k: turn for turn, k in enumerate(self.order)}
+
+    # ---- slots: consecutive users take turns, in the order of this schedule --------------------
+
+    def kv_in(self, step: int, layer: int, batch: int) -> Slot:
+        """Buffer of the KV that a batch loads, whose staging takes what a CPU batch reads."""
+        decision = self._decision(step)
+        alike = [k for k in turns(decision.on_cpu)
+                 if bool(decision.on_cpu[k]) == bool(decision.on_cpu[batch])]  # fmt: skip
+        turn = (step * self.n_layers + layer) * len(alike) + alike.index(batch)
+        return slots.kv_in(turn % self.how.kv_in_slots)
+
+    def kv_out(self, layer: int, batch: int) -> Slot:
+        """Where a batch leaves the KV that it computes."""
+        turn = self.kv_turn(self.s, layer, self.turn_of[batch], self.how.kv_out_slots)
+        return slots.kv_out(turn)
+
+    def _decision(self, step: int) -> Decision:
+        if step == self.s or self.then is None:
+            return self.now
+        return self.then
+
+    # ---- the step -----------------------------------------------------------------------------
+
+    def ops(self) -> Iterator[Op]:
+        """All layers, then the LM head."""
+        if self.s == 0 and self.streamed[0]:
+            yield from self.load_weights(0, 0, 0, 0, self.n_parts)
+        for k in self.on_cpu:
+            yield from self.attend(0, k)
+        for i in range(self.n_layers):
+            yield from self.layer(i)
+        if self.then is not None:
+            first = [k for k in turns(self.then.on_cpu) if not self.then.on_cpu[k]][:1]
+            for k in first:
+                yield from self.load_kv(self.s + 1, 0, k, self.then)
+        for k in self.order:
+            yield self.sample(k)
+
+    def layer(self, i: int) -> Iterator[Op]:
+        """The rest of layer i for CPU batches, all of it for the others; weights of the next."""
+        inner, carried = i + 1 < self.n_layers, 0
+        step, ahead = (self.s, i + 1) if inner else (self.s + 1, 0)
+        streams = self.streamed[ahead] and (inner or self.then is not None)
+        waiting: list[int] = []  # batches that are to be projected in the next layer
+        for k in self.order:
+            if streams:
+                yield from self.load_weights(step, ahead, k, carried, self.now.slices[k])
+                carried += self.now.slices[k]
+            if self.now.on_cpu[k]:
+                yield from self.finish(i, k)
+                waiting.append(k)
+            else:
+                yield from self.prefetch(i, k)
+                yield from self.whole(i, k)
+            if inner and (not streams or carried == self.n_parts):
+                for batch in waiting:
+                    yield from self.attend(ahead, batch)
+                waiting = []
+
+    def prefetch(self, i: int, k: int) -> Iterator[Op]:
+        """KV of the GPU batch after k: in this layer, or the first of the next."""
+        at = self.on_gpu.index(k) + 1
+        if at < len(self.on_gpu):
+            yield from self.load_kv(self.s, i, self.on_gpu[at], self.now)
+        elif i + 1 < self.n_layers:
+            yield from self.load_kv(self.s, i + 1, self.on_gpu[0], self.now)
+
+    # ---- a batch in a layer -------------------------------------------------------------------
+
+    def weights(self, i: int) -> Slots:
+        """Where a layer's weights are."""
+        held: Slots = (self.weight_slot(self.s, i),)
+        return (*held, slots.resident_weights(i)) if self.partly_resident[i] else held
+
+    def whole(self, i: int, k: int) -> Iterator[Op]:
+        """A batch through a layer on the GPU."""
+        hidden = slots.hidden(k)
+        reads = (*self.weights(i), hidden, *self.sources(i, k))
+        writes = (hidden, self.kv_out(i, k))
+        yield self.forward_op(i, k, Scope.LAYER, self.how.attention, reads, writes)
+        yield from self.store_kv(i, k)
+
+    def attend(self, i: int, k: int) -> Iterator[Op]:
+        """Project on the GPU and attend on the CPU."""
+        hidden, projected, queries = slots.hidden(k), self.kv_out(i, k), slots.queries(k)
+        yield from self.load_kv(self.s, i, k, self.now)  # what lies on disk
+        reads = (*self.weights(i), hidden)
+        yield self.forward_op(i, k, Scope.QKV, Attention.CPU, reads, (hidden, projected))
+        yield self.act_op(Kind.STORE_ACT, i, k, 2, Scope.QKV, 1, (hidden, projected), (queries,))
+        # Stored before the CPU reads the home: behind it, the store would hold up all others.
+        yield from self.store_kv(i, k)
+        sources: Slots = (queries, self.host_kv(i, k))
+        if self.kv.disk > 0:
+            sources = (*sources, slots.staging(self.kv_in(self.s, i, k)))
+        yield Op(
+            Kind.CPU_ATTEND,
+            self.g,
+            self.s,
+            i,
+            k,
+            n_seqs=self.batches[k].n_seqs,
+            stop=self.n_ctx[k],
+            n_new=1,
+            n_ctx=self.n_ctx[k],
+            attention=Attention.CPU,
+            reads=sources,
+            writes=(slots.attention_output(k),),
+        )
+
+    def finish(self, i: int, k: int) -> Iterator[Op]:
+        """Bring attention's output back and compute the rest of the layer."""
+        hidden, attended = slots.hidden(k), slots.attended(k)
+        reads = (*self.weights(i), hidden)
+        output = (slots.attention_output(k),)
+        yield self.act_op(Kind.LOAD_ACT, i, k, 3, Scope.OUTPUT, 1, output, (attended,))
+        yield self.forward_op(i, k, Scope.OUTPUT, Attention.CPU, (*reads, attended), (hidden,))
+        yield self.forward_op(i, k, Scope.MLP, self.how.attention, reads, (hidden,))
+
+    def sample(self, k: int) -> Op:
+        """The LM head."""
+        hidden = (slots.hidden(k),)
+        return Op(
+            Kind.FORWARD,
+            self.g,
+            self.s,
+            self.n_layers,
+            k,
+            scope=Scope.HEAD,
+            n_seqs=self.batches[k].n_seqs,
+            n_new=1,
+            reads=hidden,
+            writes=hidden,
+        )
