@@ -251,8 +251,9 @@ class Compute:
 
     def _mlp(self, op: Op, hidden: Tensor) -> list[Run]:
         weights = self._mlp_weights(op)
-        width = weights.up[-1].stop
-        inner = self._b.workspace[: hidden.shape[0] * width].view(-1, width)  # [T * S, F or 2 F]
+        parts, width = 1 if weights.gate is None else 2, weights.up[-1].stop
+        inner = self._b.workspace[: parts * hidden.shape[0] * width]
+        inner = inner.view(parts, -1, width)  # [1 or 2, T * S, F]
         run = partial(self._decoder.mlp, weights, hidden, inner)
         return [partial(inner.fill_, float("nan")), run] if self._poison else [run]
 

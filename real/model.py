@@ -52,9 +52,10 @@ class AttentionWeights(NamedTuple):
 
 
 class MlpWeights(NamedTuple):
-    """Views of a layer's MLP weights; ``up`` is gate and up side by side where it is gated."""
+    """Views of a layer's MLP weights; no ``gate`` where the MLP has none."""
 
     norm: Norm
+    gate: Linear | None
     up: Linear
     down: Linear
 
@@ -137,14 +138,18 @@ class Decoder:
             self.output(w, hidden, attend())
 
     def mlp(self, w: MlpWeights, hidden: Tensor, inner: Tensor) -> None:
-        """MLP of ``hidden [T * S, d]`` with its norm and residual; ``inner`` is workspace."""
+        """MLP of ``hidden [T * S, d]`` with its norm and residual; ``inner [1 or 2, T * S, F]``.
+
+        Gate and up are two GEMMs: side by side in one result they would be strided, and elementwise
+        kernels take three times as long over those.
+        """
         x = self._norm(hidden, w.norm)  # [T * S, d]
-        if self.model.gated_ffn:
-            _linear(x, w.up, inner)  # [T * S, 2 * F]
-            gate, up = inner[:, : self.model.d_ffn], inner[:, self.model.d_ffn :]  # [T * S, F]
-            F.silu(gate, inplace=True).mul_(up)
+        if w.gate is not None:
+            _linear(x, w.gate, inner[0])  # [T * S, F]
+            _linear(x, w.up, inner[1])
+            gate = F.silu(inner[0], inplace=True).mul_(inner[1])
         else:
-            gate = _linear_relu(x, w.up, inner)  # [T * S, F]
+            gate = _linear_relu(x, w.up, inner[0])  # [T * S, F]
         _linear_add(gate, w.down, hidden)
 
     def head(self, last: Tensor, logits: Tensor, tokens: Tensor) -> None:

@@ -134,9 +134,12 @@ class WeightHomes:
         """Views of MLP weights."""
         flat = self._flat(layer, self.scope_of(layer, Scope.MLP), slot)
         shapes = matrix_shapes(self.geometry.model, Scope.MLP)
-        up = ("gate", "up") if self.geometry.model.gated_ffn else ("up",)
+        gated = self.geometry.model.gated_ffn
         return MlpWeights(
-            _norm(flat, "mlp_norm"), _linear(flat, shapes, up), _linear(flat, shapes, ("down",))
+            _norm(flat, "mlp_norm"),
+            _linear(flat, shapes, ("gate",)) if gated else None,
+            _linear(flat, shapes, ("up",)),
+            _linear(flat, shapes, ("down",)),
         )
 
     def _flat(self, layer: int, scope: Scope, slot: Tensor | None) -> Flat:

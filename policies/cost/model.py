@@ -27,6 +27,9 @@ _N_KERNELS = {
 }
 _UNFUSED_EXTRA_KERNELS = 6
 _PROJECT_EXTRA_KERNELS = 2  # norm and GEMM over loaded layer inputs
+# Passes over queries and keys to rotate them: two products of the first half, two of the second,
+# each with its reads and write, and the first half copied back.
+_ROPE_PASSES = 6
 # Passes over the score matrix through HBM: written by the first product, read and written by mask
 # and by softmax, read by the second product.
 _SCORE_PASSES = 6
@@ -206,7 +209,9 @@ class CostModel:
         return total
 
     def _elementwise_seconds(self, layer: int, scope: Scope, rows: int) -> float:
-        """Norms (read, write), residual additions (two reads, write) and the FFN activation."""
+        """Norms (read, write), residual additions (two reads, write), the FFN activation (if gated,
+        also the product: two reads, write) and rotary embeddings.
+        """
         model = self.model
         d = model.d_model
         per_row = {Scope.LAYER: 10 * d, Scope.ATTENTION: 5 * d, Scope.MLP: 5 * d,
@@ -214,9 +219,13 @@ class CostModel:
         if scope in (Scope.LAYER, Scope.MLP):
             if model.is_moe(layer):
                 active = model.top_k + model.n_shared_experts
-                per_row += 3 * active * model.d_expert + 2 * model.top_k * d
+                per_row += 5 * active * model.d_expert + 2 * model.top_k * d
             else:
-                per_row += (3 if model.gated_ffn else 2) * model.d_ffn
+                per_row += (5 if model.gated_ffn else 2) * model.d_ffn
+        if scope in (Scope.LAYER, Scope.ATTENTION, Scope.QKV) and not model.learned_positions:
+            rotated = model.rope_dim or model.head_dim
+            heads = model.n_heads + (1 if model.kv_latent_dim else model.n_kv_heads)
+            per_row += _ROPE_PASSES * heads * rotated
         return rows * per_row * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
 
     def projection_seconds(self, rows: int) -> float:
@@ -228,18 +237,18 @@ class CostModel:
         """Attention of new tokens and of the tail; before it, that of the front to itself."""
         front_s = 0.0
         if op.n_front:
-            if self.hardware.attention_prefill.extrapolated(op.n_front):
-                self.extrapolated.add("attention_prefill")
+            if self.hardware.attention_window.extrapolated(op.n_front, op.n_front):
+                self.extrapolated.add("attention_window")
             pairs = op.n_seqs * count.causal_pairs(op.n_front, op.n_front)
             flops = pairs * count.attention_pair_flops(self.model, op.n_ctx)
-            front_s = flops / self.hardware.attention_prefill(op.n_front)
+            front_s = flops / self.hardware.attention_window(op.n_front, op.n_front)
         return front_s + self._window_seconds(op)
 
     def _window_seconds(self, op: Op) -> float:
         hardware = self.hardware
         queries, keys = op.n_new + op.n_recompute, op.n_ctx + op.n_new
         flops = count.attention_flops(self.model, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx)
-        if queries == keys:
+        if not op.n_ctx:  # prefill; in decode even a tail that is everything takes decode's kernel
             if hardware.attention_prefill.extrapolated(keys):
                 self.extrapolated.add("attention_prefill")
             return flops / hardware.attention_prefill(keys)

@@ -97,13 +97,50 @@ def test_prefill_and_recompute_attention():
     none = forward(Scope.QKV, n_new=100, n_ctx=0), forward(Scope.OUTPUT, n_new=100, n_ctx=0)
     rest = sum(costs().seconds(op) for op in none)
     flops = 8 * 100 * 101 / 2 * 4 * OPT.d_model
-    for op in (prefill, recompute):  # everything recomputed is a prefill of one token more
-        assert costs().seconds(op) == pytest.approx(rest + flops / 2e13, rel=1e-9)
+    assert costs().seconds(prefill) == pytest.approx(rest + flops / 2e13, rel=1e-9)
+    # Everything recomputed is as much work, but by the kernel of decode.
+    whole = costs().hardware.attention_window(100, 100)
+    assert costs().seconds(recompute) == pytest.approx(rest + flops / whole, rel=1e-9)
     window = forward(Scope.ATTENTION, n_recompute=9)
     pairs = sum(range(91, 101))
     rows = forward(Scope.QKV, n_new=10, n_ctx=90), forward(Scope.OUTPUT, n_new=10, n_ctx=90)
     expected = sum(costs().seconds(op) for op in rows) + 8 * pairs * 4 * OPT.d_model / 4e12
     assert costs().seconds(window) == pytest.approx(expected, rel=1e-9)
+
+
+def test_projection_is_a_norm_and_a_gemm():
+    plain, projecting = forward(n_ctx=99), forward(n_ctx=99, n_project=40)
+    rows, d = 8 * 40, OPT.d_model
+    norm_s = 2 * rows * d * 2 / SMALL.hbm_bytes_per_s
+    gemm_s = 2 * rows * 2 * d * d / 1e13
+    more_s = costs().seconds(projecting) - costs().seconds(plain)
+    assert more_s == pytest.approx(norm_s + gemm_s, rel=1e-9)
+    assert costs().flops(projecting) - costs().flops(plain) == 2 * rows * 2 * d * d
+
+
+def test_a_front_attends_to_itself_alone():
+    plain, front = forward(Scope.ATTENTION), forward(Scope.ATTENTION, n_front=30)
+    more = costs().flops(front) - costs().flops(plain)
+    linear = 2 * 8 * 30 * 4 * OPT.d_model**2
+    assert more == linear + 8 * (30 * 31 / 2) * 4 * OPT.d_model
+
+
+def test_rotary_positions_and_gates_cost_passes():
+    gated = replace(OPT, gated_ffn=True)
+    rotary = replace(OPT, learned_positions=0)
+    rows = 8 * 4000
+
+    def seconds(model, scope):
+        return costs(model).seconds(forward(scope, n_new=4000, n_ctx=0))
+
+    turned_s = seconds(rotary, Scope.QKV) - seconds(OPT, Scope.QKV)
+    passes = 6 * 2 * OPT.n_heads * OPT.head_dim
+    assert turned_s == pytest.approx(rows * passes * 2 / SMALL.hbm_bytes_per_s, rel=1e-6)
+    gemms_s = 3 * seconds(OPT, Scope.MLP) / 2  # three matrices for two, and as many passes
+    d, f = OPT.d_model, OPT.d_ffn
+    passes = 5 * d + 5 * f - 1.5 * (5 * d + 2 * f)
+    expected = gemms_s + rows * passes * 2 / SMALL.hbm_bytes_per_s
+    assert seconds(gated, Scope.MLP) == pytest.approx(expected, rel=1e-6)
 
 
 def test_unfused_attention_is_memory_traffic():
