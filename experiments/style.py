@@ -1,7 +1,8 @@
 """One look for all figures: fonts, colours that colour-blind readers can tell apart, panels.
 
-A policy has the same colour in every figure. Colours are those of Okabe and Ito (2008). Figures
-are drawn without pyplot, so nothing is global and no display is needed.
+A policy has the same colour in every figure. Colours are those of Okabe and Ito (2008), and others
+that stay apart from them, and from each other, for readers without green receptors. Figures are
+drawn without pyplot, so nothing is global and no display is needed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ POLICY_COLOURS = {
     "tightllm-no-distributor": "#CC79A7",
     "tightllm-no-loader": "#009E73",
     "tightllm-no-both": "#999999",
+    "kvpr": "#00D078",
+    "hybridserve": "#80E8E0",
+    "zero-inference": "#5070F8",
+    "zero-inference-cpu": "#2818E8",
+    "cpu-attention": "#B02878",
+    "cake": "#202098",
+    "mixed": "#A80038",
 }
 _OTHER = ("#000000", "#6A3D9A", "#B15928", "#1B9E77", "#A6761D")
 BOTTLENECKS = {  # category of the critical path: (marker, words)

@@ -31,18 +31,34 @@ _GRID = 15
 _ROUNDS = 3  # of Gauss-Newton
 
 Vector = NDArray[np.float64]
+Group = tuple[str, ...]
 
 
 class Forward(NamedTuple):
-    """A forward, its measured seconds, and its weight among the forwards of a fit."""
+    """A forward, its measured seconds, its weight among the forwards of a fit, and the relative
+    standard error of the seconds.
+    """
 
     op: Op
     seconds: float
     weight: float
+    noise: float = 0.0
+
+
+class _Explanation(NamedTuple):
+    """Groups of numbers that are wrong by one factor each; its log; squared errors and ridge."""
+
+    cost: float
+    groups: list[Group]
+    logs: Vector
 
 
 class ComputeFit:
-    """Factors of compute rates of ``belief`` that explain ``forwards``."""
+    """Factors of compute rates of ``belief`` that explain ``forwards``.
+
+    ``tolerance`` is the ``error`` that needs no explanation: ``EXPLAINED``, or two standard errors
+    of what was measured where that is more.
+    """
 
     def __init__(self, belief: CostModel, forwards: Sequence[Forward]) -> None:
         self._belief = belief
@@ -50,6 +66,8 @@ class ComputeFit:
         self._log_s = np.log([forward.seconds for forward in forwards])
         weights = np.array([forward.weight for forward in forwards])
         self._root = np.sqrt(weights / weights.sum())
+        noise = self._root * np.array([forward.noise for forward in forwards])
+        self.tolerance = max(EXPLAINED, 2.0 * float(np.linalg.norm(noise)))
         hardware = belief.hardware
         rates = tuple(n for n in COMPUTE if n != "launch_s" and getattr(hardware, n) is not None)
         # The common factor first: of explanations that are equally good the first is taken.
@@ -62,36 +80,44 @@ class ComputeFit:
 
     def solve(self) -> dict[str, float]:
         """The factors, of ``COMPUTE``; numbers that need not be wrong are left out."""
-        support: list[tuple[str, ...]] = []
-        log_factors = np.zeros(0)
-        cost = self._cost(support, log_factors)
-        while len(support) < _MAX_WRONG and cost > EXPLAINED**2:
-            options = [group for group in self._groups if group not in support]
-            tried = [self._extended(support, log_factors, group) for group in options]
-            costs = [option_cost for option_cost, _ in tried]
-            if not costs or min(costs) > 0.75 * cost:
+        known = _Explanation(self._cost([], np.zeros(0)), [], np.zeros(0))
+        while len(known.groups) < _MAX_WRONG:
+            if self.error(self._factors(known.groups, known.logs)) <= self.tolerance:
                 break
-            # Within a hair of the best the first is taken, else noise would choose.
-            best = next(i for i, c in enumerate(costs) if c <= min(costs) + 1e-9)
-            support = [*support, options[best]]
-            cost, log_factors = tried[best]
-        return self._factors(support, log_factors)
+            wider = self._best(known)
+            if wider is None or wider.cost > 0.75 * known.cost:
+                break
+            known = wider
+            # What was taken for lack of better may be replaced now that more is known.
+            for i in range(len(known.groups) - 1):
+                rest = _Explanation(0.0, _without(known.groups, i), np.delete(known.logs, i))
+                other = self._best(rest)
+                if other is not None and other.cost < 0.99 * known.cost:
+                    known = other
+                    break
+        return self._factors(known.groups, known.logs)
+
+    def _best(self, known: _Explanation) -> _Explanation | None:
+        """The best explanation with one number more."""
+        options = [group for group in self._groups if group not in known.groups]
+        tried = [self._extended(known, group) for group in options]
+        least = min((option.cost for option in tried), default=0.0)
+        # Within a hair of the best the first is taken, else noise would choose.
+        return next((option for option in tried if option.cost <= least + 1e-9), None)
 
     # ---- one explanation ------------------------------------------------------------------
 
-    def _extended(
-        self, support: list[tuple[str, ...]], start: Vector, group: tuple[str, ...]
-    ) -> tuple[float, Vector]:
-        """Cost and log factors of the best explanation with one number more.
+    def _extended(self, known: _Explanation, group: Group) -> _Explanation:
+        """The explanation with the numbers of ``group`` as well.
 
         A number that limits no kernel at first, like a launch cost, shows no gradient: the new
         factor is looked for over the whole range, then all are polished.
         """
-        groups = [*support, group]
+        groups = [*known.groups, group]
         top = math.log(LARGEST)
 
         def cost(log_factor: float) -> float:
-            return self._cost(groups, np.append(start, log_factor))
+            return self._cost(groups, np.append(known.logs, log_factor))
 
         grid = np.linspace(-top, top, _GRID)
         at = int(np.argmin([cost(x) for x in grid]))
@@ -102,31 +128,31 @@ class ComputeFit:
                 high = right
             else:
                 low = left
-        return self._polished(groups, np.append(start, (low + high) / 2))
+        return self._polished(groups, np.append(known.logs, (low + high) / 2))
 
-    def _polished(self, groups: list[tuple[str, ...]], log_factors: Vector) -> tuple[float, Vector]:
+    def _polished(self, groups: list[Group], logs: Vector) -> _Explanation:
         """Gauss-Newton on all log factors, as long as it gets better."""
-        best, ridge = self._cost(groups, log_factors), math.sqrt(_RIDGE)
+        best, ridge = self._cost(groups, logs), math.sqrt(_RIDGE)
         for _ in range(_ROUNDS):
-            residuals = self._residuals(self._factors(groups, log_factors))
+            residuals = self._residuals(self._factors(groups, logs))
             columns = []
             for i in range(len(groups)):
-                moved = log_factors.copy()
+                moved = logs.copy()
                 moved[i] += 1e-4
                 columns.append((self._residuals(self._factors(groups, moved)) - residuals) / 1e-4)
             rows = np.vstack([np.column_stack(columns), ridge * np.eye(len(groups))])
-            target = -np.concatenate([residuals, ridge * log_factors])
+            target = -np.concatenate([residuals, ridge * logs])
             step = np.linalg.lstsq(rows, target, rcond=None)[0]
-            moved = np.clip(log_factors + step, -math.log(LARGEST), math.log(LARGEST))
+            moved = np.clip(logs + step, -math.log(LARGEST), math.log(LARGEST))
             cost = self._cost(groups, moved)
             if cost >= best:
                 break
-            best, log_factors = cost, moved
-        return best, log_factors
+            best, logs = cost, moved
+        return _Explanation(best, groups, logs)
 
-    def _cost(self, groups: list[tuple[str, ...]], log_factors: Vector) -> float:
-        residuals = self._residuals(self._factors(groups, log_factors))
-        return float(residuals @ residuals + _RIDGE * (log_factors @ log_factors))
+    def _cost(self, groups: list[Group], logs: Vector) -> float:
+        residuals = self._residuals(self._factors(groups, logs))
+        return float(residuals @ residuals + _RIDGE * (logs @ logs))
 
     def _residuals(self, factors: Mapping[str, float]) -> Vector:
         hardware: HardwareProfile = with_factors(self._belief.hardware, factors)
@@ -135,9 +161,13 @@ class ComputeFit:
         return np.asarray(self._root * (self._log_s - predicted), dtype=np.float64)
 
     @staticmethod
-    def _factors(groups: list[tuple[str, ...]], log_factors: Vector) -> dict[str, float]:
+    def _factors(groups: list[Group], logs: Vector) -> dict[str, float]:
         factors: dict[str, float] = {}
-        for group, log_factor in zip(groups, log_factors, strict=True):
+        for group, log_factor in zip(groups, logs, strict=True):
             for name in group:
                 factors[name] = factors.get(name, 1.0) * math.exp(float(log_factor))
         return factors
+
+
+def _without(groups: list[Group], i: int) -> list[Group]:
+    return [*groups[:i], *groups[i + 1 :]]

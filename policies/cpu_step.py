@@ -72,6 +72,8 @@ class _Step(StepOps):
         self.on_cpu = [k for k in self.order if now.on_cpu[k]]
         self.on_gpu = [k for k in self.order if not now.on_cpu[k]]
         self.turn_of = {k: turn for turn, k in enumerate(self.order)}
+        self.waiting = list(self.on_cpu)  # batches that are to be projected in the layer at hand
+        self.writes: list[Op] = []  # to disk, held back by one: behind one a read would wait
 
     # ---- slots: consecutive users take turns, in the order of this schedule --------------------
 
@@ -99,10 +101,9 @@ class _Step(StepOps):
         """All layers, then the LM head."""
         if self.s == 0 and self.streamed[0]:
             yield from self.load_weights(0, 0, 0, 0, self.n_parts)
-        for k in self.on_cpu:
-            yield from self.attend(0, k)
         for i in range(self.n_layers):
             yield from self.layer(i)
+        yield from self.writes
         if self.then is not None:
             first = [k for k in turns(self.then.on_cpu) if not self.then.on_cpu[k]][:1]
             for k in first:
@@ -115,21 +116,25 @@ class _Step(StepOps):
         inner, carried = i + 1 < self.n_layers, 0
         step, ahead = (self.s, i + 1) if inner else (self.s + 1, 0)
         streams = self.streamed[ahead] and (inner or self.then is not None)
-        waiting: list[int] = []  # batches that are to be projected in the next layer
+        done: list[int] = []  # with this layer, and not yet projected in the next
         for k in self.order:
             if streams:
                 yield from self.load_weights(step, ahead, k, carried, self.now.slices[k])
                 carried += self.now.slices[k]
+            for batch in self.waiting:  # from the layer before
+                yield from self.attend(i, batch)
+            self.waiting = []
             if self.now.on_cpu[k]:
                 yield from self.finish(i, k)
-                waiting.append(k)
+                done.append(k)
             else:
                 yield from self.prefetch(i, k)
                 yield from self.whole(i, k)
-            if inner and (not streams or carried == self.n_parts):
-                for batch in waiting:
+            if inner and k != self.order[-1] and (not streams or carried == self.n_parts):
+                for batch in done:
                     yield from self.attend(ahead, batch)
-                waiting = []
+                done = []
+        self.waiting = done
 
     def prefetch(self, i: int, k: int) -> Iterator[Op]:
         """KV of the GPU batch after k: in this layer, or the first of the next."""
@@ -152,7 +157,7 @@ class _Step(StepOps):
         reads = (*self.weights(i), hidden, *self.sources(i, k))
         writes = (hidden, self.kv_out(i, k))
         yield self.forward_op(i, k, Scope.LAYER, self.how.attention, reads, writes)
-        yield from self.store_kv(i, k)
+        yield from self.store(i, k)
 
     def attend(self, i: int, k: int) -> Iterator[Op]:
         """Project on the GPU and attend on the CPU."""
@@ -162,7 +167,7 @@ class _Step(StepOps):
         yield self.forward_op(i, k, Scope.QKV, Attention.CPU, reads, (hidden, projected))
         yield self.act_op(Kind.STORE_ACT, i, k, 2, Scope.QKV, 1, (hidden, projected), (queries,))
         # Stored before the CPU reads the home: behind it, the store would hold up all others.
-        yield from self.store_kv(i, k)
+        yield from self.store(i, k)
         sources: Slots = (queries, self.host_kv(i, k))
         if self.kv.disk > 0:
             sources = (*sources, slots.staging(self.kv_in(self.s, i, k)))
@@ -189,6 +194,16 @@ class _Step(StepOps):
         yield self.act_op(Kind.LOAD_ACT, i, k, 3, Scope.OUTPUT, 1, output, (attended,))
         yield self.forward_op(i, k, Scope.OUTPUT, Attention.CPU, (*reads, attended), (hidden,))
         yield self.forward_op(i, k, Scope.MLP, self.how.attention, reads, (hidden,))
+
+    def store(self, i: int, k: int) -> Iterator[Op]:
+        """Store what a batch computed, and write to disk what was stored before it."""
+        yield from self.writes
+        self.writes = []
+        for op in self.store_kv(i, k):
+            if op.kind is Kind.WRITE_KV:
+                self.writes.append(op)
+            else:
+                yield op
 
     def sample(self, k: int) -> Op:
         """The LM head."""

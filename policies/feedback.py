@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from policies.compute_fit import COMPUTE, EXPLAINED, ComputeFit, Forward
+from policies.compute_fit import COMPUTE, ComputeFit, Forward
 from policies.cost.model import CostModel
 from policies.plan.op import Kind, Lane, Op, Tier
 from policies.spec.factors import with_factors
@@ -134,14 +134,13 @@ class Refit:
         if forwards:
             fit = ComputeFit(self._first, tuple(forwards.values()))
             compute = {n: f for n, f in self.factors.items() if n in COMPUTE}
-            if self._puzzled(fit.error(compute), forwards.keys()):
+            error = fit.error(compute)
+            if error > fit.tolerance and self._unfitted(error, forwards.keys()):
                 found = {n: f for n, f in found.items() if n not in COMPUTE} | fit.solve()
         return found
 
-    def _puzzled(self, error: float, shapes: Set[Shape]) -> bool:
-        """Whether forwards are explained badly, and worse than after the last fit to them."""
-        if error <= EXPLAINED:
-            return False
+    def _unfitted(self, error: float, shapes: Set[Shape]) -> bool:
+        """Whether there are new shapes, or an error worse than the one that the last fit left."""
         if shapes <= self._fitted:
             if self._left is None:
                 self._left = error
@@ -160,10 +159,11 @@ class Refit:
                 believed_s = self._first.seconds(op)
                 shares.setdefault(shape, []).extend(s / believed_s for s in seconds)
                 newest[shape] = op, max(_LEAST_WEIGHT, sum(seconds) / total_s)
-        return {
-            shape: Forward(op, float(np.median(shares[shape])) * self._first.seconds(op), weight)
-            for shape, (op, weight) in newest.items()
-        }
+        forwards = {}
+        for shape, (op, weight) in newest.items():
+            share, noise = _median(shares[shape])
+            forwards[shape] = Forward(op, share * self._first.seconds(op), weight, noise)
+        return forwards
 
     def _adopt(self, found: dict[str, float]) -> None:
         """Take what moved by more than its margin; compute rates, fitted together, all or none."""
@@ -184,6 +184,15 @@ class Refit:
         first = self._first
         hardware = with_factors(first.hardware, self.factors)
         self.belief = CostModel(first.model, hardware, first.placement)
+
+
+def _median(values: Sequence[float]) -> tuple[float, float]:
+    """The median and its relative standard error, of a normal scatter: 1.4826 and 1.2533 make the
+    median deviation a standard one and its error that of a median.
+    """
+    middle = float(np.median(values))
+    deviation = float(np.median(np.abs(np.array(values) - middle)))
+    return middle, 1.4826 * 1.2533 * deviation / middle / math.sqrt(len(values))
 
 
 def _weighted_median(samples: Sequence[tuple[float, float]]) -> float:

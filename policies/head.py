@@ -33,7 +33,7 @@ Place = Callable[[Sequence[Block], Inputs], Placement]
 _GRID = 16  # shares of the first round
 _NEAR = 1.05  # bounds within 5 % of the least may belong to the best plan
 _ROUNDS = 2  # further rounds, each twice as fine around the best
-_ALIKE = 1.005  # predicted steps within half a per cent are alike
+_ALIKE = 1.002  # predicted steps within 0.2 % are alike
 _BUCKET = 64  # tokens: blocks whose lengths fall into the same buckets share a choice
 
 

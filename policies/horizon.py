@@ -21,7 +21,7 @@ from policies.schedule import zigzag
 from policies.step_ops import Zigzag
 
 PREDICTED_LAYERS = 8  # layers of the shorter model that predicts a step
-_FEW_STEPS = 3  # decode steps of a block in which its beginning and end count
+_FEW = 64  # layers of all decode steps of a block: in so few its beginning and end count
 
 
 class Horizon:
@@ -54,7 +54,7 @@ class Horizon:
 
     def step_s(self, decision: Decision) -> float:
         """Seconds from the end of one step to the end of the next, all deciding the same."""
-        if self.ctx.step > 0 and self.ctx.block.max_new <= _FEW_STEPS + 1:
+        if self.ctx.step > 0 and (self.ctx.block.max_new - 1) * self.depth <= _FEW:
             return self._few_steps_s(decision)
         step = self.ctx.step
         steps = (step,) if self.ctx.is_prefill else (step, step + 1)

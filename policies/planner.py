@@ -59,7 +59,10 @@ class Planner:
         return with_inputs(decided, heads, ctx.n_stored, ctx.n_ctx())
 
     def _bucket(self, n_ctx: int) -> int:
-        return n_ctx - n_ctx % self.bucket_tokens if n_ctx >= self.bucket_tokens else n_ctx
+        """The middle of a context's bucket; a context below one bucket stands for itself."""
+        if n_ctx < self.bucket_tokens:
+            return n_ctx
+        return n_ctx - n_ctx % self.bucket_tokens + self.bucket_tokens // 2
 
     def predicted(self, ctx: StepContext, heads: tuple[int, ...]) -> tuple[float, float]:
         """Predicted seconds of step ``ctx.step``, were the homes ``heads``, and of its compute."""

@@ -107,7 +107,8 @@ class _Step(StepOps):
 
     def move_hidden(self, kind: Kind, i: int, k: int) -> Op:
         """Move a batch's hidden states where activations live on the host."""
-        stage, rows = self.stages[i], self.n_new[k] + self.now.n_recompute[k]
+        stage = self.stages[i]
+        rows = self.n_new[k] + self.now.n_recompute[k] + self.now.n_front[k]
         home, slot = slots.host_hidden(k), slots.hidden(k)
         source, target = (home, slot) if kind is Kind.LOAD_ACT else (slot, home)
         part = int(stage.scope is Scope.MLP)

@@ -23,12 +23,13 @@ from policies.errors import OutOfMemory
 from policies.placement import Placement
 from policies.plan.link import link
 from policies.plan.memory import block_pools, check_run, run_pools
-from policies.plan.op import Lane, Tier
+from policies.plan.op import Attention, Lane, Tier
 from policies.run_request import RunRequest
 from policies.spec.workload import Block
 from policies.trace.attribution import Category, attribute
 from policies.trace.decisions import StepDecision, step_decisions
 from policies.trace.metrics import TraceMetrics, metrics
+from policies.trace.sources import Run, inputs_share, mean_sources, source_columns
 from policies.trace.span import Trace, parse_key
 from real.architecture import DTYPES
 from real.backend import Arenas, Prompts, RealBackend, Setup
@@ -111,7 +112,8 @@ def run_request(request: RunRequest, options: Options, arenas: Arenas) -> Iterat
             tokens = tuple(map(tuple, backend.tokens()))
             record = base | {"status": "ok", "repeat": repeat}
             record |= _times(trace, request, blocks) | _waits(request, costs, trace)
-            record |= _decision_columns(decided) | _memory(request, placement, blocks, backend)
+            record |= _decision_columns(decided, request, placement, blocks)
+            record |= _memory(request, placement, blocks, backend)
             record |= {"tokens_sha256": _checksum(tokens), **environment(options.device)}
             yield RunResult(record, trace, tuple(_decisions(decided, blocks)), tokens)
     except (OutOfMemory, torch.OutOfMemoryError) as error:
@@ -242,10 +244,17 @@ def _waits(request: RunRequest, costs: CostModel, trace: Trace) -> dict[str, obj
     return {**named, "bottleneck": max(Category, key=lambda c: shares.get(c, 0.0)).value}
 
 
-def _decision_columns(decided: Sequence[tuple[int, int, Decision]]) -> dict[str, object]:
-    recompute = [n for _, step, d in decided if step for n in d.n_recompute]
+def _decision_columns(
+    decided: Sequence[tuple[int, int, Decision]],
+    request: RunRequest,
+    placement: Placement,
+    blocks: Sequence[Block],
+) -> dict[str, object]:
+    cpu = request.policy.buffers.attention is Attention.CPU
+    runs = (Run(g, step, step + 1, decision) for g, step, decision in decided)
     return {
-        "n_recompute_mean": fmean(recompute) if recompute else None,
+        "inputs_share": inputs_share(blocks, placement),
+        **source_columns(mean_sources(blocks, placement, runs, cpu)),
         "solver": " ".join(sorted({d.solver for _, _, d in decided if d.solver})),
         "solve_s": sum(d.solve_s for _, _, d in decided),
     }

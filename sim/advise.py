@@ -21,10 +21,11 @@ from sim.elasticity import Elasticity, Now, elasticity
 from sim.replay import Replay
 from sim.resources import RESOURCES, draw, sigmas, with_factors
 from sim.run import RunSpec
-from sim.search import Bounded, Machine, Objective, Tried, best_first, cheaply
+from sim.search import Bounded, Machine, Objective, Tried, best_first
 
 QUANTILES = (0.1, 0.5, 0.9)
 FINER_TRIES = 4  # simulations between the powers of two: their bounds hardly differ
+FINER_NEAR = 0.8  # of the best value: policies that other sizes and slices could make the best
 NEAR = 0.5  # of the best value: policies that a little more memory could make the best
 Say = Callable[[str], None]
 
@@ -115,7 +116,7 @@ def advise(
                       clock.laps, reason)  # fmt: skip
     say(f"best of each policy found in {machine.n_simulated} simulations ({clock})")
     replays = [
-        Replay(cheaply(r.tried.candidate.spec(machine.base, machine.hardware)), machine.known)
+        Replay(machine.spec(r.tried.candidate), machine.known, machine.placed(r.tried.candidate))
         for r in ranking
     ]
     near = {r.tried.candidate.name: policies[r.tried.candidate.name] for r in ranking
@@ -149,8 +150,8 @@ class _Clock:
 def _rank(machine: Machine, bounded: list[Bounded], space: Space) -> tuple[Ranked, ...]:
     """The best of every policy, by value; the first enumerated of equals first.
 
-    Of policies near the best, the most promising batch sizes between the powers of two are tried as
-    well, and their candidates appended to ``bounded``.
+    Of policies near the best, the most promising batch sizes between the powers of two and then
+    other slices are tried as well, and their candidates appended to ``bounded``.
     """
     found = []
     for name in space.policies:
@@ -158,14 +159,16 @@ def _rank(machine: Machine, bounded: list[Bounded], space: Space) -> tuple[Ranke
         best = best_first(machine, own)
         if best is not None and best.value is not None:
             found.append(best)
-    least = NEAR * max((tried.value or 0.0 for tried in found), default=0.0)
+    least = FINER_NEAR * max((tried.value or 0.0 for tried in found), default=0.0)
     ranked = []
     for tried in found:
         best = tried
         if (tried.value or 0.0) >= least:
             finer = machine.refine(space, tried)
-            bounded += finer
             best = best_first(machine, finer, (tried,), FINER_TRIES) or tried
+            sliced = machine.all_of(space.sliced(best.candidate))
+            best = best_first(machine, sliced, (best,)) or best
+            bounded += finer + sliced
         ranked.append(Ranked(best, best.value or 0.0))
     return tuple(sorted(ranked, key=lambda item: -item.value))
 

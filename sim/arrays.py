@@ -29,19 +29,31 @@ class Program(NamedTuple):
     Step i runs template ``step_template[i]`` with the amounts from ``seconds[step_amounts[i]]`` on;
     its ops work for step ``step_number[i] + ahead[op]``. Op o reads slots ``read[first_read[o]:
     first_read[o + 1]]`` and writes likewise. Slots are integers in ``0..n_slots - 1``.
+
+    Where ``turn[o]`` is n > 0, ops o to o + n - 1 are one turn of loop ``loop[o]``. Step i takes
+    ``loop_times[i, loop[o]]`` turns and counts from ``loop_first[i, loop[o]]``; an op has the
+    amount that lies as far behind its own as was counted.
+
+    Where ``led[t, L]``, the first op that lane L has in a step of template t waits for an op of
+    another lane in the same step, whatever turns loops take.
     """
 
     step_template: Ints  # (S,)
     step_number: Ints  # (S,)
     step_amounts: Longs  # (S,)
+    lane_ops: Longs  # (S, N_LANES), ops of each lane
+    loop_first: Ints  # (S, loops)
+    loop_times: Ints  # (S, loops)
     seconds: Floats
     first_op: Longs  # (T + 1,)
-    lane_ops: Longs  # (T, N_LANES), ops of each lane
+    led: Bytes  # (T, N_LANES)
     lane: Bytes  # (n,)
     category: Bytes  # (n,)
     flags: Bytes  # (n,)
     ahead: NDArray[np.int8]  # (n,)
     amount: Ints  # (n,)
+    loop: Ints  # (n,)
+    turn: Bytes  # (n,)
     first_read: Longs  # (n + 1,)
     read: Ints
     first_write: Longs  # (n + 1,)
@@ -94,7 +106,7 @@ class Lanes(NamedTuple):
 
     linked: Longs  # number of ops linked
     done: Longs  # number of ops ended
-    later: Longs  # number of ops in steps that are not linked yet
+    upcoming: Longs  # step with the lane's next ops that are not linked yet
     blocked_on: Longs  # a lane that the head waits for, -1: none known
     running: Bytes
     start_s: Floats

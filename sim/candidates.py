@@ -1,9 +1,10 @@
 """Candidates of an advice: ways to run a workload, each written as the overrides that choose it.
 
-Policies times batch sizes (powers of two that fit) times numbers of batches times placements times
-slices. FlexGen's own placements come from its linear program, one for every size and number of
-batches, and one for the sizes that its search would take itself. What readers get wrong: a
-candidate is a setting, not a time; whether it runs at all is found out when it is bounded.
+Policies times batch sizes (powers of two that fit) times numbers of batches times placements; other
+slices of the weights are tried on what is best without them. FlexGen's own placements come from its
+linear program, one for every size and number of batches, and one for the sizes that its search
+would take itself. What readers get wrong: a candidate is a setting, not a time; whether it runs at
+all is found out when it is bounded.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is enumerated. ``slices_per_batch`` None is the policy's own choice of slices."""
+    """What is enumerated.
+
+    All candidates have the first of ``slices_per_batch``, the others are variants of one candidate;
+    None is the policy's own choice of slices.
+    """
 
     policies: Mapping[str, Policy]
     n_batches: Sequence[int] = (1, 2, 4, 8, 16)
@@ -74,21 +79,32 @@ class Space:
 
     def settings(self, policy: Policy, n_batches: int) -> Iterator[tuple[Policy, tuple[str, ...]]]:
         """Variants of a policy for a number of batches, simplest first; not FlexGen's program."""
-        known = {field.name for field in fields(policy)}  # type: ignore[arg-type]
-        own = [p for p in self.placements if p != FLEXGEN]
-        places: Sequence[str | None] = own if "placement" in known else [None]
-        slices: Sequence[int | None] = [None]
-        if "n_slices" in known and getattr(policy, "loader", True):
-            slices = self.slices_per_batch
+        own = [p for p in self.placements if p != FLEXGEN and _knows(policy, p)]
+        places: Sequence[str | None] = own if _has(policy, "placement") else [None]
+        n = self.slices_per_batch[0] if _slices(policy) else None
         for place in places:
-            for n in slices:
-                changes: dict[str, Any] = {}
-                if place is not None:
-                    changes["placement"] = place
-                if n is not None:
-                    changes["n_slices"] = n * n_batches
-                texts = tuple(f"policy.{key}={value}" for key, value in changes.items())
-                yield replace(policy, **changes), texts  # type: ignore[type-var]
+            changes: dict[str, Any] = {}
+            if place is not None:
+                changes["placement"] = place
+            if n is not None:
+                changes["n_slices"] = n * n_batches
+            texts = tuple(f"policy.{key}={value}" for key, value in changes.items())
+            yield replace(policy, **changes), texts  # type: ignore[type-var]
+
+    def sliced(self, candidate: Candidate) -> list[Candidate]:
+        """The same with the other numbers of slices; none for a policy that has no choice."""
+        policy = candidate.policy
+        if not _slices(policy):
+            return []
+        kept = [t for t in candidate.overrides if not t.startswith("policy.n_slices=")]
+        own = [text for text in kept if text.startswith("policy")]
+        found = []
+        for n in self.slices_per_batch[1:]:
+            total = None if n is None else n * candidate.n_batches
+            texts = (*own, *([f"policy.n_slices={total}"] if total else []), *kept[len(own) :])
+            changed = replace(policy, n_slices=total)  # type: ignore[type-var]
+            found.append(replace(candidate, policy=changed, overrides=texts))
+        return found
 
     def by_size(
         self, name: str, n_batches: int, sizes: Sequence[int] = ()
@@ -140,6 +156,26 @@ class Space:
             )
             if found is not None:
                 yield candidate(found)
+
+
+def _has(policy: Policy, name: str) -> bool:
+    return any(field.name == name for field in fields(policy))  # type: ignore[arg-type]
+
+
+def _knows(policy: Policy, placement: str) -> bool:
+    """Whether a policy has this placement; KVPR's weights are on the host or all on the GPU."""
+    if not _has(policy, "placement"):
+        return False
+    try:
+        replace(policy, placement=placement)  # type: ignore[type-var]
+    except ValueError:
+        return False
+    return True
+
+
+def _slices(policy: Policy) -> bool:
+    """Whether a policy has a number of slices to choose."""
+    return _has(policy, "n_slices") and bool(getattr(policy, "loader", True))
 
 
 def _candidate(

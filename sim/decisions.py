@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from policies.drive import Decision
+from policies.placement import Placement
 from policies.spec.workload import Block
 from policies.trace.decisions import StepDecision, step_decisions
+from policies.trace.sources import Run, Sources, mean_sources
 
 
 @dataclass(slots=True)
@@ -47,15 +49,10 @@ class DecisionLog(Collection[StepDecision]):
                 return
         self._runs.append(_Run(block, step, step + 1, chosen))
 
-    @property
-    def n_recompute_mean(self) -> float | None:
-        """Recomputed tokens per decode step and batch; None where nothing is decoded."""
-        total = count = 0
-        for run in self._runs:
-            steps = run.stop - max(run.first, 1)  # step 0 is prefill
-            total += steps * sum(run.decision.n_recompute)
-            count += steps * len(run.decision.slices)
-        return total / count if count else None
+    def sources(self, placement: Placement, cpu: bool = False) -> Sources | None:
+        """Where cached tokens came from, under the run's placement; None where none is decoded."""
+        runs = (Run(run.block, run.first, run.stop, run.decision) for run in self._runs)
+        return mean_sources(self._blocks, placement, runs, cpu)
 
     def __len__(self) -> int:
         return sum((run.stop - run.first) * len(run.decision.slices) for run in self._runs)

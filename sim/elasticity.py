@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sim.candidates import Space
+from sim.candidates import HOST, Candidate, Space
 from sim.replay import Replay
 from sim.resources import CAPACITIES, scaled
 from sim.search import Bounded, Machine, Tried, best_first
@@ -56,7 +56,8 @@ def elasticity(now: Now, resource: str, factor: float, tries: int) -> Elasticity
     jobs = now.machine.jobs if base.workload.source == "fixed" else {}
     changed = Machine(replace(base, belief=belief), hardware, now.machine.objective, jobs)
     if resource in CAPACITIES:
-        promising: Iterable[Bounded] = changed.enumerate(now.space)
+        settled = _settled(now, resource)
+        promising: Iterable[Bounded] = changed.enumerate(now.space, settled)
         same_place = now.plan.placed_on(hardware) == now.plan.placement
         known = best if same_place else changed.tried(best.candidate)
     else:
@@ -70,6 +71,30 @@ def elasticity(now: Now, resource: str, factor: float, tries: int) -> Elasticity
     return Elasticity(resource, then.value, gain, then.candidate != best.candidate)
 
 
+def _settled(now: Now, resource: str) -> set[Candidate]:
+    """Candidates to which more of a capacity changes nothing: they fit, and lie where they lay.
+
+    None of them is better than the best, or it would be the best now. Where ``mixed`` lies is not
+    known without a search.
+    """
+    kept = set()
+    for candidate, _, rough in now.bounded:
+        policy: Any = candidate.policy
+        fixed = getattr(policy, "percent", None) is not None
+        if resource == "gpu_memory" and not rough:
+            fixed = fixed or getattr(policy, "placement", None) == HOST
+        if resource == "host_memory" and not rough and not fixed:
+            placement = now.machine.placed(candidate)
+            model = now.machine.base.model
+            fixed = not (
+                any(shares.disk for shares in placement.kv)
+                or placement.total_weight_bytes(model, "disk")
+            )
+        if fixed:
+            kept.add(candidate)
+    return kept
+
+
 def _moved(now: Now, changed: Machine, factor: float, n: int) -> list[Bounded]:
     """The ``n`` candidates with the largest bounds on the changed machine, of those that moved.
 
@@ -79,11 +104,11 @@ def _moved(now: Now, changed: Machine, factor: float, n: int) -> list[Bounded]:
     """
     found: list[Bounded] = []
     all_of_them = now.machine.objective.max_tpot_s is not None
-    for candidate, upper in sorted(now.bounded, key=lambda item: -item.upper):
+    for candidate, upper, _ in sorted(now.bounded, key=lambda item: -item.upper):
         found.sort(key=lambda item: -item.upper)
         if not all_of_them and len(found) >= n and upper * factor < found[n - 1].upper:
             break
-        again = None if candidate == now.best.candidate else changed.upper(candidate)
-        if again is not None and again > upper:
-            found.append(Bounded(candidate, again))
+        again = None if candidate == now.best.candidate else changed.bounded(candidate)
+        if again is not None and again.upper > upper:
+            found.append(again)
     return list(islice(sorted(found, key=lambda item: -item.upper), n))

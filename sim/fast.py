@@ -28,8 +28,8 @@ from sim.arrays import (
     new_state,
 )
 from sim.kernel import run_block
-from sim.program import assemble, checked_seconds
-from sim.template import Families, plain_template
+from sim.prices import checked_seconds
+from sim.program import plain_program
 
 NARROWEST = 1024
 
@@ -67,7 +67,8 @@ def run_program(program: Program, n_steps: int, duplex: float, n_recorded: int =
     """
     if not 0.0 < duplex <= 1.0:
         raise ValueError(f"duplex: {duplex} must be in (0, 1], 1 is full duplex")
-    width = NARROWEST
+    most = int(program.lane_ops.max(initial=0))
+    width = max(NARROWEST, 1 << most.bit_length())
     while True:
         outcome = Outcome(
             times_s=np.zeros(2),
@@ -113,10 +114,6 @@ class FastBackend:
         plan = list(ops)
         if not plan:
             return Trace(())
-        families = Families(n_layers=0)
-        template = plain_template(plan, families, n_variables=0)
         seconds = np.array([checked_seconds(self._costs, op) for op in plan])
-        at_once = np.zeros(1, np.int64)
-        program = assemble([template], at_once, [0], at_once, seconds, families.n_slots)
-        self.last = run_program(program, 1, self._duplex, len(plan))
+        self.last = run_program(plain_program(plan, seconds), 1, self._duplex, len(plan))
         return Trace(tuple(self.last.spans(plan, self._costs)))

@@ -1,16 +1,19 @@
 """From a workload setting to a job: which requests run, and in which blocks.
 
 ``batch_size`` None means as large as memory allows *without the disk*, for the policy that runs: a
-policy that keeps KV on the GPU gets smaller batches than one that keeps it on the host.
+policy that keeps KV on the GPU gets smaller batches than one that keeps it on the host, and one
+that may keep smaller things than KV gets larger ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from policies.cost.mixed_bound import possible_placements
 from policies.drive import Policy
 from policies.errors import Infeasible, OutOfMemory
+from policies.placement import Placement
 from policies.plan.memory import check_run
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
@@ -93,11 +96,13 @@ def make_job(
 def fits_without_disk(
     model: ModelSpec, hardware: HardwareProfile, policy: Policy
 ) -> Callable[[Block], bool]:
-    """Whether a block runs with its GPU slots and no byte on disk."""
+    """Whether a block runs with its GPU slots and no byte on disk, in one placement at least."""
 
     def fits(block: Block) -> bool:
         blocks = policy.blocks([replace(block, index=0)])
-        placement = policy.place(model, hardware, blocks)
+        return any(holds(p, blocks) for p in possible_placements(policy, model, hardware, blocks))
+
+    def holds(placement: Placement, blocks: Sequence[Block]) -> bool:
         on_disk = any(shares.disk > 0 for shares in placement.kv)
         if on_disk or placement.total_weight_bytes(model, "disk"):
             return False

@@ -4,7 +4,8 @@ It means what ``policies.plan.link`` and ``sim.engine`` mean together, and a tes
 Ops are numbered per lane, from 1: lanes serve in order, so "op n of lane L has ended" is ``done[L]
 >= n`` and a dependency is one number a lane. What readers get wrong: steps are linked while the
 block runs, so that no more than a few steps are in memory, but this is not an approximation. A lane
-that runs empty gets its next ops before the clock moves, hence nothing is ever linked too late.
+that runs empty gets its next ops before the clock moves, unless they wait for others that are not
+linked either, hence nothing is ever linked too late.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from sim.arrays import (
     PREFILL,
     STALLED,
     TOO_NARROW,
+    Bytes,
+    Ints,
     Lanes,
+    Longs,
     Outcome,
     Program,
     State,
@@ -80,41 +84,57 @@ def _wait_for_slots(
 
 
 @_compile
+def _link_op(
+    program: Program, state: State, outcome: Outcome, step: int, op: int, amount: int, index: int
+) -> None:
+    """Queue one op of a step, the plan's op ``index``."""
+    window, links, lanes = state.window, state.links, state.lanes
+    lane, flags = program.lane[op], program.flags[op]
+    lanes.linked[lane] += 1
+    number = lanes.linked[lane]
+    at = number & (window.seconds.shape[1] - 1)
+    for other in range(N_LANES):
+        window.need[lane, at, other] = 0
+    if flags & FENCE:
+        for other in range(N_LANES):
+            window.need[lane, at, other] = lanes.linked[other]
+            links.floor[other] = lanes.linked[other]
+        links.fence[0] = number
+    else:
+        window.need[lane, at, _COMPUTE] = links.fence[0]
+        _wait_for_slots(program, state, op, lane, number, at)
+    window.need[lane, at, lane] = 0
+    for other in range(N_LANES):
+        if index < outcome.start_s.shape[0]:
+            outcome.waits_for[index, other] = window.need[lane, at, other]
+        # Ended ops are neither waited for nor binding: the lane's previous op ends no earlier.
+        if window.need[lane, at, other] <= lanes.done[other]:
+            window.need[lane, at, other] = 0
+    window.seconds[lane, at] = program.seconds[amount]
+    window.kind[lane, at] = program.category[op] | flags << 4
+    window.step[lane, at] = program.step_number[step] + program.ahead[op]
+    window.position[lane, at] = index
+
+
+@_compile
 def _link_step(program: Program, state: State, outcome: Outcome, step: int, index: int) -> int:
     """Queue the ops of one step, ``index`` of them before it; the number with them."""
-    window, links, lanes = state.window, state.links, state.lanes
-    mask = window.seconds.shape[1] - 1
+    links, lanes = state.links, state.lanes
     template, amounts = program.step_template[step], program.step_amounts[step]
-    for op in range(program.first_op[template], program.first_op[template + 1]):
-        lane, flags = program.lane[op], program.flags[op]
-        lanes.linked[lane] += 1
-        number = lanes.linked[lane]
-        at = number & mask
-        for other in range(N_LANES):
-            window.need[lane, at, other] = 0
-        if flags & FENCE:
-            for other in range(N_LANES):
-                window.need[lane, at, other] = lanes.linked[other]
-                links.floor[other] = lanes.linked[other]
-            links.fence[0] = number
-        else:
-            window.need[lane, at, _COMPUTE] = links.fence[0]
-            _wait_for_slots(program, state, op, lane, number, at)
-        window.need[lane, at, lane] = 0
-        for other in range(N_LANES):
-            if index < outcome.start_s.shape[0]:
-                outcome.waits_for[index, other] = window.need[lane, at, other]
-            # Ended ops are neither waited for nor binding: the lane's previous op ends no earlier.
-            if window.need[lane, at, other] <= lanes.done[other]:
-                window.need[lane, at, other] = 0
-        at_step = program.step_number[step] + program.ahead[op]
-        window.seconds[lane, at] = program.seconds[amounts + program.amount[op]]
-        window.kind[lane, at] = program.category[op] | flags << 4
-        window.step[lane, at] = at_step
-        window.position[lane, at] = index
-        index += 1
+    op, last = program.first_op[template], program.first_op[template + 1]
+    while op < last:
+        length, times, count = 1, 1, 0
+        if program.turn[op]:
+            length = program.turn[op]
+            times = program.loop_times[step, program.loop[op]]
+            count = program.loop_first[step, program.loop[op]]
+        for turn in range(count, count + times):
+            for at in range(op, op + length):
+                amount = amounts + program.amount[at] + turn
+                _link_op(program, state, outcome, step, at, amount, index)
+                index += 1
+        op += length
     for lane in range(N_LANES):
-        lanes.later[lane] -= program.lane_ops[template, lane]
         links.linked_then[step, lane] = lanes.linked[lane]
     return int(index)
 
@@ -196,11 +216,20 @@ def _end_head(
 
 
 @_compile
-def _starving(lanes: Lanes) -> bool:
-    """Whether a lane is empty that some later step has ops for."""
+def _starving(program: Program, lanes: Lanes, n_linked: int) -> bool:
+    """Whether a lane is empty whose next op, of a step that is not linked yet, could start.
+
+    It cannot if it waits for an op of its own step, for that is not linked either.
+    """
+    n_steps = program.step_template.shape[0]
     for lane in range(N_LANES):
-        if lanes.done[lane] == lanes.linked[lane] and lanes.later[lane] > 0:
-            return True
+        if lanes.done[lane] == lanes.linked[lane]:
+            step = max(lanes.upcoming[lane], n_linked)
+            while step < n_steps and program.lane_ops[step, lane] == 0:
+                step += 1
+            lanes.upcoming[lane] = step
+            if step < n_steps and not program.led[program.step_template[step], lane]:
+                return True
     return False
 
 
@@ -221,11 +250,10 @@ def _has_room(program: Program, state: State, step: int, width: int) -> bool:
             continue
         break
     links.oldest[0] = oldest
-    template = program.step_template[step]
     for lane in range(N_LANES):
         links.done_then[step, lane] = lanes.done[lane]
     for lane in range(N_LANES):
-        last = lanes.linked[lane] + program.lane_ops[template, lane]
+        last = lanes.linked[lane] + program.lane_ops[step, lane]
         if last - width >= links.done_then[oldest, lane]:
             return False
     return True
@@ -240,14 +268,11 @@ def run_block(program: Program, state: State, outcome: Outcome, duplex: float) -
     """
     window, lanes = state.window, state.lanes
     n_steps, width = program.step_template.shape[0], window.seconds.shape[1]
-    for step in range(n_steps):
-        for lane in range(N_LANES):
-            lanes.later[lane] += program.lane_ops[program.step_template[step], lane]
     n_linked, n_ops, n_ended, last_index = 0, 0, 0, -1
     now_s, lane = 0.0, -1
     while True:
         fresh = False
-        while n_linked < n_steps and _starving(lanes):
+        while n_linked < n_steps and _starving(program, lanes, n_linked):
             if not _has_room(program, state, n_linked, width):
                 return TOO_NARROW
             n_ops = _link_step(program, state, outcome, n_linked, n_ops)
@@ -274,3 +299,38 @@ def run_block(program: Program, state: State, outcome: Outcome, duplex: float) -
             for category in range(N_CATEGORIES):
                 outcome.charged_s[category] = window.charged_s[lane, at, category]
     return DONE if n_ended == n_ops and n_linked == n_steps else STALLED
+
+
+@_compile
+def find_led(
+    led: Bytes, lane: Bytes, flags: Bytes, turn: Bytes, first_read: Longs, read: Ints,
+    first_write: Longs, write: Ints, touched: Bytes,
+) -> None:  # fmt: skip
+    """Fill ``led`` of a template, (N_LANES,), see ``sim.arrays.Program``; all zeros before.
+
+    ``turn[o]`` says whether op o is in a loop, ``touched``, (n_slots, 2), is scratch, all zeros:
+    by which lanes, as bits, each slot was read and written by ops that are in none.
+    """
+    fenced, found, alone = 0, 0, 0  # lanes as bits
+    for op in range(lane.shape[0]):
+        own = 1 << lane[op]
+        others = fenced
+        for i in range(first_read[op], first_read[op + 1]):
+            others |= touched[read[i], 1]
+        for i in range(first_write[op], first_write[op + 1]):
+            others |= touched[write[i], 0] | touched[write[i], 1]
+        if not found & own:
+            if not others & ~own:
+                alone |= own
+            if not turn[op]:
+                found |= own
+        if turn[op]:
+            continue
+        if flags[op] & FENCE:
+            fenced = own
+        for i in range(first_read[op], first_read[op + 1]):
+            touched[read[i], 0] |= own
+        for i in range(first_write[op], first_write[op + 1]):
+            touched[write[i], 1] |= own
+    for other in range(N_LANES):
+        led[other] = not alone & 1 << other

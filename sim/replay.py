@@ -36,13 +36,21 @@ class Times:
 
 
 class Replay:
-    """The plan of ``spec``, which must fit its machine; ``known`` are templates of other runs."""
+    """The plan of ``spec``, which must fit its machine; ``known`` are templates of other runs.
 
-    def __init__(self, spec: RunSpec, known: ProgramCache | None = None) -> None:
+    ``placement`` is that of ``spec``, from a caller that has found it already.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        known: ProgramCache | None = None,
+        placement: Placement | None = None,
+    ) -> None:
         self.spec = spec
         self.job: Job = make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
         self.blocks = spec.policy.blocks(self.job.blocks)
-        self.placement = spec.policy.place(spec.model, spec.hardware, self.blocks)
+        self.placement = placement or spec.policy.place(spec.model, spec.hardware, self.blocks)
         believed = spec.hardware if spec.belief is None else spec.belief
         belief = CostModel(spec.model, believed, self.placement)
         self._steps = self._decided(belief)

@@ -17,7 +17,11 @@ class RunRecord:
     ``limit`` and ``max_new`` are the caps that were asked for, ``n_cut`` how many responses the
     second cut. ``*_busy`` are shares of the makespan in which a lane works, ``wait_*`` the shares
     that the critical path spends on it (they sum to 1). ``weights_*`` and ``kv_*`` are effective
-    placements.
+    placements; ``inputs_share`` of the tokens with a home are kept there as layer inputs.
+
+    ``n_load_mean`` to ``n_resident_mean`` say where the cached tokens of a batch come from in a
+    decode step, on average over batches and steps: KV loaded, layer inputs projected, recomputed,
+    KV attended on the CPU, KV that stays on the GPU. They sum to the context.
     """
 
     policy: str
@@ -68,7 +72,12 @@ class RunRecord:
     kv_gpu: float | None = None
     kv_host: float | None = None
     kv_disk: float | None = None
+    inputs_share: float | None = None
+    n_load_mean: float | None = None
+    n_project_mean: float | None = None
     n_recompute_mean: float | None = None
+    n_cpu_mean: float | None = None
+    n_resident_mean: float | None = None
     lower_bound_s: float | None = None
     bound_ratio: float | None = None
     extrapolated: str = ""

@@ -15,12 +15,13 @@ from policies.drive import Policy, wants_feedback
 from policies.errors import Infeasible, OutOfMemory
 from policies.placement import Placement, block_kv_bytes
 from policies.plan.memory import Buffers, block_pools, check_run, run_pools
-from policies.plan.op import Lane
+from policies.plan.op import Attention, Lane
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
 from policies.trace.attribution import Category
 from policies.trace.decisions import StepDecision
+from policies.trace.sources import inputs_share, source_columns
 from policies.trace.span import Span, parse_key
 from sim.decisions import DecisionLog
 from sim.executors import (
@@ -131,11 +132,12 @@ def simulate(
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     known: ProgramCache | None = None,
     job: Job | None = None,
+    placement: Placement | None = None,
 ) -> RunResult:
     """Run a job; infeasible work becomes a record. ``progress(blocks done, blocks)`` is called.
 
-    ``job`` is the one of ``spec``, from a caller that has made it already. Runs that are alike are
-    faster with the same ``known``, and not different. ``ValueError`` for
+    ``job`` and ``placement`` are those of ``spec``, from a caller that has made them already. Runs
+    that are alike are faster with the same ``known``, and not different. ``ValueError`` for
     settings or traces that are wrong rather than infeasible.
     """
     base = RunRecord(
@@ -154,7 +156,7 @@ def simulate(
         return RunResult(_amend(base, status="infeasible", reason=error.reason))
     blocks = spec.policy.blocks(job.blocks)
     base = _amend(base, **_job_columns(job, blocks))
-    placement = spec.policy.place(spec.model, spec.hardware, blocks)
+    placement = placement or spec.policy.place(spec.model, spec.hardware, blocks)
     base = _amend(base, **_placement_columns(spec.model, placement, blocks))
     try:
         peaks = book(spec.model, spec.hardware, placement, spec.policy.buffers, blocks)
@@ -217,7 +219,7 @@ def _execute(
         base,
         **_time_columns(tally, job),
         **{f"peak_{tier}_bytes": peak for tier, peak in peaks.items()},
-        n_recompute_mean=decided.n_recompute_mean,
+        **source_columns(decided.sources(placement, _all_on_cpu(spec.policy))),
         solver=" ".join(sorted(decided.solvers)),
         solve_s=decided.solve_s,
         extrapolated=" ".join(sorted(plant.extrapolated)),
@@ -225,6 +227,11 @@ def _execute(
         engine=engine,
     )
     return RunResult(record, decided, spans, job)
+
+
+def _all_on_cpu(policy: Policy) -> bool:
+    """Whether a policy attends all KV on the CPU; those that do so for a part decide who."""
+    return policy.buffers.attention is Attention.CPU
 
 
 def _run_blocks(
@@ -282,7 +289,7 @@ def _job_columns(job: Job, blocks: tuple[Block, ...]) -> dict[str, object]:
 def _placement_columns(
     model: ModelSpec, placement: Placement, blocks: tuple[Block, ...]
 ) -> dict[str, object]:
-    """Effective shares: weights by bytes, KV by the bytes of all blocks."""
+    """Effective shares: weights by bytes, KV by the bytes of all blocks, inputs by tokens."""
     total = sum(model.layer_bytes(i) for i in range(model.n_layers))
     kv = [block_kv_bytes(model, block) for block in blocks]
     columns: dict[str, object] = {}
@@ -290,6 +297,7 @@ def _placement_columns(
         columns[f"weights_{tier}"] = placement.total_weight_bytes(model, tier) / total
         held = sum(n * getattr(s, tier) for n, s in zip(kv, placement.kv, strict=True))
         columns[f"kv_{tier}"] = held / sum(kv)
+    columns["inputs_share"] = inputs_share(blocks, placement)
     return columns
 
 

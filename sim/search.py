@@ -2,20 +2,25 @@
 
 Every candidate gets an upper bound on its value (``policies.cost.bound``), which is cheap; those
 whose bound does not reach the best simulated value are never simulated. So the best found is the
-best there is. What readers get wrong: that holds for the candidates that were enumerated, not for
-all ways to run the workload.
+best there is. Where a policy takes long to place a job, a rough bound comes first, and the bound of
+its placement only when the rough one is the largest left. What readers get wrong: that holds for
+the candidates that were enumerated, not for all ways to run the workload.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from policies.cost.bound import RunBound, run_bound
+from policies.cost.mixed_bound import mixed_bound, possible_placements
 from policies.cost.model import CostModel
 from policies.errors import OutOfMemory
+from policies.mixed import Mixed
+from policies.placement import Placement
 from policies.plan.memory import check_run
 from policies.spec.hardware import HardwareProfile
 from policies.spec.workload import Block
@@ -83,10 +88,11 @@ class Objective:
 
 
 class Bounded(NamedTuple):
-    """A candidate and the value that it cannot exceed."""
+    """A candidate and the value that it cannot exceed; ``rough``: ``Machine.upper`` may be less."""
 
     candidate: Candidate
     upper: float
+    rough: bool = False
 
 
 class Tried(NamedTuple):
@@ -107,6 +113,7 @@ class Machine:
     jobs: dict[tuple[int, int], Job] = field(default_factory=dict)  # shared between machines
     known: ProgramCache = field(default_factory=ProgramCache)
     _tried: dict[Candidate, Tried] = field(default_factory=dict)
+    _placed: dict[Candidate, Placement] = field(default_factory=dict)
     n_unfit: int = 0
 
     @property
@@ -124,44 +131,82 @@ class Machine:
             )
         return self.jobs[key]
 
-    def upper(self, candidate: Candidate) -> float | None:
-        """Bound on the candidate's value; None where it does not fit."""
-        job = self.job(candidate)
-        model, policy = self.base.model, candidate.policy
+    def spec(self, candidate: Candidate) -> RunSpec:
+        """The candidate's run, as it is simulated."""
+        return cheaply(candidate.spec(self.base, self.hardware))
+
+    def placed(self, candidate: Candidate) -> Placement:
+        """Where the candidate's job lies, whether it fits or not."""
+        if candidate not in self._placed:
+            policy = self.spec(candidate).policy
+            blocks = policy.blocks(self.job(candidate).blocks)
+            self._placed[candidate] = policy.place(self.base.model, self.hardware, blocks)
+        return self._placed[candidate]
+
+    def bounded(self, candidate: Candidate) -> Bounded | None:
+        """The candidate with a bound that is quickly found; None where it does not fit."""
+        policy = candidate.policy
+        if not isinstance(policy, Mixed):
+            upper = self.upper(candidate)
+            return None if upper is None else Bounded(candidate, upper)
+        model, job = self.base.model, self.job(candidate)
         blocks = policy.blocks(job.blocks)
-        placement = policy.place(model, self.hardware, blocks)
-        try:
-            check_run(model, self.hardware, placement, policy.buffers, blocks)
-        except OutOfMemory:
+        choices = possible_placements(policy, model, self.hardware, blocks)
+        if not any(self._fits(candidate, placement) for placement in choices):
             self.n_unfit += 1
             return None
-        bound = run_bound(policy, CostModel(model, self.hardware, placement), blocks)
-        return self.objective.upper(bound, job)
+        bound = mixed_bound(policy, model, self.hardware, blocks)
+        return Bounded(candidate, self.objective.upper(bound, job), rough=True)
+
+    def upper(self, candidate: Candidate) -> float | None:
+        """Bound on the candidate's value where it is placed; None where it does not fit."""
+        placement = self.placed(candidate)
+        if not self._fits(candidate, placement):
+            self.n_unfit += 1
+            return None
+        policy, job = candidate.policy, self.job(candidate)
+        costs = CostModel(self.base.model, self.hardware, placement)
+        return self.objective.upper(run_bound(policy, costs, policy.blocks(job.blocks)), job)
+
+    def _fits(self, candidate: Candidate, placement: Placement) -> bool:
+        policy = candidate.policy
+        blocks = policy.blocks(self.job(candidate).blocks)
+        try:
+            check_run(self.base.model, self.hardware, placement, policy.buffers, blocks)
+        except OutOfMemory:
+            return False
+        return True
 
     def tried(self, candidate: Candidate) -> Tried:
         """The candidate's run."""
         if candidate not in self._tried:
-            spec = cheaply(candidate.spec(self.base, self.hardware))
-            record = simulate(spec, known=self.known).record
+            job, placement = self.job(candidate), self.placed(candidate)
+            run = simulate(self.spec(candidate), known=self.known, job=job, placement=placement)
+            record = run.record
             counts = record.status == "ok" and self.objective.allows(record)
-            value = self.objective.score(self.job(candidate), record) if counts else None
+            value = self.objective.score(job, record) if counts else None
             self._tried[candidate] = Tried(candidate, record, value)
         return self._tried[candidate]
 
-    def enumerate(self, space: Space) -> list[Bounded]:
+    def all_of(self, candidates: Iterable[Candidate]) -> list[Bounded]:
+        """Those that fit, with their bounds."""
+        found = (self.bounded(candidate) for candidate in candidates)
+        return [item for item in found if item is not None]
+
+    def enumerate(self, space: Space, settled: Collection[Candidate] = ()) -> list[Bounded]:
         """All candidates of ``space`` that fit, with their bounds; simplest settings first.
 
         Larger batches than the first that does not fit are not looked at, nor than the job has
-        requests.
+        requests. ``settled`` ones fit and are left out.
         """
         found: list[Bounded] = []
         for name in space.policies:
             for n_batches in space.n_batches:
                 for variant in space.by_size(name, n_batches):
-                    found += self._while_they_fit(variant)
+                    found += self._while_they_fit(variant, settled)
             blocks = self._longest(space, name)
             for candidate in space.flexgen(name, self.hardware, self.base, blocks):
-                found += self._while_they_fit([candidate])
+                found += self._while_they_fit([candidate], settled)
         return found
 
     def refine(self, space: Space, best: Tried) -> list[Bounded]:
@@ -174,12 +219,15 @@ class Machine:
                 found += self._while_they_fit(variant)
         return found
 
-    def _while_they_fit(self, growing: Sequence[Candidate]) -> Iterable[Bounded]:
+    def _while_they_fit(
+        self, growing: Sequence[Candidate], settled: Collection[Candidate] = ()
+    ) -> Iterable[Bounded]:
         for candidate in growing:
-            upper = self.upper(candidate)
-            if upper is None:
-                return
-            yield Bounded(candidate, upper)
+            if candidate not in settled:
+                item = self.bounded(candidate)
+                if item is None:
+                    return
+                yield item
             if self.base.workload.source != "fixed":
                 job = self.job(candidate)
                 if candidate.batch_size * candidate.n_batches >= job.n_requests:
@@ -211,10 +259,20 @@ def best_first(
     best: Tried | None = None
     for tried in known:
         best = _better(best, tried)
-    promising = sorted(bounded, key=lambda item: -item.upper)
-    for candidate, upper in promising[:limit]:
+    queue = [(-item.upper, i, item) for i, item in enumerate(bounded)]
+    heapq.heapify(queue)
+    n_tried = 0
+    while queue and (limit is None or n_tried < limit):
+        _, i, (candidate, upper, rough) = heapq.heappop(queue)
         if upper <= 0 or (best is not None and best.value is not None and upper <= best.value):
             break
+        if rough:
+            known_upper = machine.upper(candidate)
+            if known_upper is not None:
+                closer = Bounded(candidate, min(upper, known_upper))
+                heapq.heappush(queue, (-closer.upper, i, closer))
+            continue
+        n_tried += 1
         best = _better(best, machine.tried(candidate))
     return best
 

@@ -10,7 +10,6 @@ two variables or a number used as an index, is answered by a guard that fixes th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Number = int | float
@@ -34,13 +33,36 @@ class Guard(NamedTuple):
     modulus: int
 
 
-@dataclass(slots=True)
-class Tape:
-    """What was asked while it was ``recording``: guards, and the moduli that occurred."""
+class Indexed(NamedTuple):
+    """A form whose ``value`` was used as an index when a tape was at ``position``."""
 
-    guards: set[Guard] = field(default_factory=set)
-    moduli: set[int] = field(default_factory=set)
-    recording: bool = False
+    position: int
+    form: Affine
+    value: int
+
+
+class Tape:
+    """What was asked while it was ``recording``: guards, and the moduli that occurred.
+
+    ``indexed`` is None, or collects the numbers that were used as an index instead of fixing them:
+    each with ``position``, which whoever reads the tape moves on.
+    """
+
+    __slots__ = ("_known", "guards", "indexed", "moduli", "position", "recording")
+
+    def __init__(self, recording: bool = False, indexed: list[Indexed] | None = None) -> None:
+        self.guards: set[Guard] = set()
+        self.moduli: set[int] = set()
+        self.recording, self.indexed, self.position = recording, indexed, 0
+        self._known: dict[Affine, Symbol] = {}
+
+    def symbol(self, value: Number, terms: Terms, const: Number) -> Symbol:
+        """The one symbol of a form: what was asked of it once is not recorded twice."""
+        key = Affine(terms, const)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = Symbol(value, terms, const, self)
+        return found
 
     def ask(self, terms: Terms, const: Number, relation: str, holds: bool) -> bool:
         """Record an answer and give it back."""
@@ -59,12 +81,20 @@ class Tape:
 
 
 class Symbol:
-    """A number of known value and origin. Not an ``int``: nothing may read it past its tape."""
+    """A number of known value and origin. Not an ``int``: nothing may read it past its tape.
 
-    __slots__ = ("const", "tape", "terms", "value")
+    Policies ask the same of the same numbers for every layer, so results are remembered.
+    """
+
+    __slots__ = ("_answers", "_more", "_other", "_times", "const", "tape", "terms", "value")
 
     def __init__(self, value: Number, terms: Terms, const: Number, tape: Tape) -> None:
         self.value, self.terms, self.const, self.tape = value, terms, const, tape
+        self._more: dict[int, Symbol] = {}  # plus a number
+        self._times: dict[int, Symbol] = {}
+        # Plus or minus a symbol, which is kept as well so that its id stays its own.
+        self._other: dict[tuple[int, int], tuple[Symbol, Symbol]] = {}
+        self._answers: dict[str | int, Number] = {}
 
     @property
     def form(self) -> Affine:
@@ -79,24 +109,42 @@ class Symbol:
     # ---- affine -------------------------------------------------------------------------------
 
     def __add__(self, other: Symbol | Number) -> Symbol:
+        if other.__class__ is int:
+            found = self._more.get(other)
+            if found is None:
+                found = self.tape.symbol(self.value + other, self.terms, self.const + other)
+                self._more[other] = found
+            return found
         if isinstance(other, Symbol):
-            terms = _sum(self.terms, other.terms, 1)
-            return Symbol(self.value + other.value, terms, self.const + other.const, self.tape)
-        return Symbol(self.value + other, self.terms, self.const + other, self.tape)
+            return self._combined(other, 1)
+        return self.tape.symbol(self.value + other, self.terms, self.const + other)
 
     def __sub__(self, other: Symbol | Number) -> Symbol:
-        if isinstance(other, Symbol):
-            terms = _sum(self.terms, other.terms, -1)
-            return Symbol(self.value - other.value, terms, self.const - other.const, self.tape)
-        return Symbol(self.value - other, self.terms, self.const - other, self.tape)
+        return self._combined(other, -1) if isinstance(other, Symbol) else self + -other
+
+    def _combined(self, other: Symbol, sign: int) -> Symbol:
+        known = self._other.get((id(other), sign))
+        if known is None:
+            value, const = self.value + sign * other.value, self.const + sign * other.const
+            found = self.tape.symbol(value, _sum(self.terms, other.terms, sign), const)
+            known = self._other[id(other), sign] = (found, other)
+        return known[0]
 
     def __rsub__(self, other: Number) -> Symbol:
         return -self + other
 
     def __mul__(self, other: Symbol | Number) -> Symbol:
         factor = fixed(other)
+        if factor.__class__ is not int:
+            return self._scaled(factor)
+        found = self._times.get(factor)
+        if found is None:
+            found = self._times[factor] = self._scaled(factor)
+        return found
+
+    def _scaled(self, factor: Number) -> Symbol:
         terms = tuple((i, c * factor) for i, c in self.terms if c * factor)
-        return Symbol(self.value * factor, terms, self.const * factor, self.tape)
+        return self.tape.symbol(self.value * factor, terms, self.const * factor)
 
     def __neg__(self) -> Symbol:
         return self * -1
@@ -111,14 +159,14 @@ class Symbol:
 
     def _ask(self, other: Symbol | Number, relation: str) -> bool:
         """``self < other``, ``self <= other`` or ``self == other``."""
-        if isinstance(other, Symbol):
-            terms = _sum(self.terms, other.terms, -1)
-            const, two = self.const - other.const, other.value
-        else:
-            terms, const, two = self.terms, self.const - other, other
-        one = self.value
-        holds = one < two if relation == "<" else one <= two if relation == "<=" else one == two
-        return self.tape.ask(terms, const, relation, holds)
+        left = self - other  # a difference is below, at or above 0 exactly as the two compare
+        known = left._answers.get(relation)
+        if known is None:
+            value = left.value
+            known = value < 0 if relation == "<" else value <= 0 if relation == "<=" else value == 0
+            if left.tape.recording:
+                left._answers[relation] = left.tape.ask(left.terms, left.const, relation, known)
+        return bool(known)
 
     def __lt__(self, other: Symbol | Number) -> bool:
         return self._ask(other, "<")
@@ -141,12 +189,18 @@ class Symbol:
         return not self._ask(0, "==")
 
     def __mod__(self, other: Symbol | Number) -> Number:
-        modulus, value, const = fixed(other), self.value, self.const
+        modulus = fixed(other)
+        known = self._answers.get(modulus) if modulus.__class__ is int else None
+        if known is not None:
+            return known
+        value, const = self.value, self.const
         parts = (modulus, value, const, *(c for _, c in self.terms))
         if not all(isinstance(part, int) for part in parts):
             return self._fixed() % modulus
         remainder = value % modulus
         self.tape.ask_modulo(self.terms, int(const - remainder), int(modulus))
+        if self.tape.recording:
+            self._answers[int(modulus)] = remainder
         return remainder
 
     # ---- everything else fixes the value ------------------------------------------------------
@@ -155,7 +209,12 @@ class Symbol:
         return hash(self._fixed())
 
     def __index__(self) -> int:
-        return self._fixed().__index__()  # type: ignore[union-attr]  # a float raises, as it should
+        value = self.value.__index__()  # type: ignore[union-attr]  # a float raises, as it should
+        if self.tape.indexed is None or not self.tape.recording:
+            self._fixed()
+        else:
+            self.tape.indexed.append(Indexed(self.tape.position, self.form, value))
+        return value
 
     def __int__(self) -> int:
         return int(self._fixed())
@@ -197,6 +256,21 @@ class Symbol:
 def fixed(value: Symbol | Number) -> Number:
     """A plain number; a symbol's value becomes part of the guards."""
     return value._fixed() if isinstance(value, Symbol) else value
+
+
+def affine(number: Affine | Number) -> Affine:
+    """A plain number as a form."""
+    return number if isinstance(number, Affine) else Affine((), number)
+
+
+def total(one: Affine, two: Affine) -> Affine:
+    """``one + two``."""
+    return Affine(_sum(one.terms, two.terms, 1), one.const + two.const)
+
+
+def difference(one: Affine, two: Affine) -> Affine:
+    """``one - two``."""
+    return Affine(_sum(one.terms, two.terms, -1), one.const - two.const)
 
 
 def _sum(one: Terms, two: Terms, sign: int) -> Terms:

@@ -1,35 +1,24 @@
 """Templates: the ops of a step as arrays, for every step whose numbers answer alike.
 
-A template is made from one real step and holds wherever its guards do; amounts are affine forms of
-a step's variables, priced by the cost model op by op. What readers get wrong: arrays are no second
-definition of a schedule. They are what the policy's own ``step`` emitted, with its layers repeated,
-and a test holds each of them to the op-by-op plan.
+A template holds wherever its guards do; amounts are affine forms of a step's variables, priced by
+the cost model op by op, and so are the numbers of turns that its loops take. What readers get
+wrong: arrays are no second definition of a schedule. They are what the policy's own ``step``
+emitted, with its layers and turns repeated, and a test holds each of them to the op-by-op plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import lcm
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.cost.model import CostModel
-from policies.drive import Policy
-from policies.plan.op import LANE_OF, Attention, Kind, Lane, Op, Scope, Slot
-from policies.trace.attribution import CATEGORY_OF, Category
-from policies.trace.metrics import PREFILL_KINDS
-from sim.arrays import FENCE, FORWARD, N_LANES, PREFILL, Bytes, Floats, Ints, Longs
-from sim.cut import Cut, Cutter
-from sim.forms import Guards, compiled, form, matrix
-from sim.stretch import Plan, expand, padded, stretch, unstretched
-from sim.symbol import Affine, Guard
-from sim.tracing import AMOUNTS, Step, What, emit, trace
-
-_LANES = list(Lane)
-_CATEGORIES = list(Category)
+from policies.plan.op import Op, Slot
+from sim.arrays import N_LANES, Bytes, Floats, Ints, Longs
+from sim.forms import Guards, Numbers
+from sim.tracing import AMOUNTS
 
 
 class Families:
@@ -50,31 +39,51 @@ class Families:
 
 
 class Amount(NamedTuple):
-    """Ops of a template that cost the same: a sample of them, and how many there are."""
+    """Ops of a template that cost the same: a sample of them, and how many each step has.
+
+    Ops in loops are not counted here.
+    """
 
     sample: Op  # of the whole model; its numbers stand in the template's forms
     share: tuple[object, ...]  # ops of other templates with this and the same numbers cost as much
     uses: int
 
 
+class Loop(NamedTuple):
+    """Ops that a template has in every turn of a loop, over all places where it has the loop.
+
+    ``uses`` are amounts of a turn that counts 0, and how many ops of a turn have them.
+    """
+
+    lane_ops: Longs  # (N_LANES,)
+    uses: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
     """Ops of a step; arrays over ops as ``sim.arrays.Program`` has them.
 
-    ``forms`` give the numbers of amount a from variables x: ``x @ forms[:, a] + constants[a]``, in
-    the order of ``sim.tracing.AMOUNTS``.
+    ``numbers`` are those of all amounts, in the order of ``sim.tracing.AMOUNTS``; in ``lengths``
+    ranges of tokens begin at 0. ``bounds`` are first and times of each loop; the amounts of loops
+    count ``n_turns`` turns at most.
     """
 
     guards: Guards
     amounts: tuple[Amount, ...]
-    forms: Floats  # (n_variables, n_amounts * len(AMOUNTS))
-    constants: Floats  # (n_amounts * len(AMOUNTS),)
-    lane_ops: Longs  # (N_LANES,)
+    numbers: Numbers
+    lengths: Numbers
+    loops: tuple[Loop, ...]
+    bounds: Numbers
+    n_turns: int
+    plain_ops: Longs  # (N_LANES,), ops of each lane that are in no loop
+    led: Bytes  # (N_LANES,)
     lane: Bytes
     category: Bytes
     flags: Bytes
     ahead: NDArray[np.int8]
     amount: Ints
+    loop: Ints
+    turn: Bytes
     first_read: Longs
     read: Ints
     first_write: Longs
@@ -82,209 +91,55 @@ class Template:
     layer: Ints
     batch: Ints
 
-    @property
-    def n_ops(self) -> int:
-        """Ops in one step."""
-        return len(self.lane)
+    def loops_over(self, x: Floats) -> tuple[Ints, Ints]:
+        """Where each step's loops begin to count and how many turns they take, (n_steps, loops)."""
+        both = self.bounds.over(x).astype(np.int32)
+        return both[:, 0::2], both[:, 1::2]
 
-    def numbers_over(self, x: Floats) -> tuple[list[list[int]], list[int], Longs]:
-        """Numbers of all amounts over steps of variables x, of shape (n_steps, n_variables).
+    def lane_ops(self, times: Ints) -> Longs:
+        """Ops of each lane in steps whose loops take ``times`` turns, (n_steps, N_LANES)."""
+        ops = np.array([loop.lane_ops for loop in self.loops], np.int64).reshape(-1, N_LANES)
+        return np.asarray(self.plain_ops + times @ ops)
 
-        Those of the first step, (n_amounts, len(AMOUNTS)); which of them, counted through, may
-        vary over the steps; and these, (n_steps, varying).
-        """
-        first = np.rint(x[0] @ self.forms + self.constants).astype(np.int64)
-        moving = np.flatnonzero((x != x[0]).any(axis=0))
-        columns = np.flatnonzero((self.forms[moving] != 0).any(axis=0))
-        change = (x[:, moving] - x[0, moving]) @ self.forms[np.ix_(moving, columns)]
-        values = first[columns] + np.rint(change).astype(np.int64)
-        return first.reshape(-1, len(AMOUNTS)).tolist(), columns.tolist(), values
+    def uses(self, first: Ints, times: Ints) -> Longs:
+        """Ops of each amount: (1, n_amounts) without loops, with them (n_steps, n_amounts)."""
+        plain = np.array([amount.uses for amount in self.amounts], np.int64)
+        if not self.loops:
+            return plain[None]
+        uses = np.tile(plain, (len(times), 1))
+        count = np.arange(self.n_turns)
+        for n, loop in enumerate(self.loops):
+            begin, end = first[:, n, None], (first + times)[:, n, None]
+            taken = (begin <= count) & (count < end)
+            for amount, ops in loop.uses:
+                uses[:, amount : amount + self.n_turns] += taken * ops
+        return uses
 
+    def order(self, first: Sequence[int], times: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Ops of one step in their order, each with its amount."""
+        op, amounts, loops, turns = 0, self.amount.tolist(), self.loop.tolist(), self.turn.tolist()
+        while op < len(amounts):
+            length = turns[op] or 1
+            begin, n = (first[loops[op]], times[loops[op]]) if turns[op] else (0, 1)
+            for count in range(begin, begin + n):
+                yield from ((at, amounts[at] + count) for at in range(op, op + length))
+            op += length
 
-class TemplateMaker:
-    """Makes templates for one policy, model and placement."""
+    def same_step(self, other: Template, x: Floats) -> bool:
+        """Whether the other template has the same ops in a step of variables x, (n_variables,)."""
+        return self._listed(x) == other._listed(x)
 
-    def __init__(self, policy: Policy, cutter: Cutter, families: Families) -> None:
-        self._policy, self._cutter, self._families = policy, cutter, families
-        buffers = policy.buffers
-        turns = (buffers.weight_slots, buffers.kv_in_slots, buffers.kv_out_slots)
-        self._period = lcm(*(max(1, n) for n in turns))
-        self._trusted: dict[bool, bool] = {}  # whether cutting is right in prefill, in decode
-        self._short_models: dict[int, tuple[Cut, CostModel]] = {}
-
-    def make(self, step: Step, n_variables: int) -> Template:
-        """The template of a step; ``UntraceableError`` if the policy cannot be traced.
-
-        In prefill and in decode, the first template from a cut model is compared with that of the
-        whole model. If they differ the policy has a way with layers that cutting does not see, and
-        such steps are not cut any more.
-        """
-        phase = step[0].is_prefill
-        found = self._short(step) if self._trusted.get(phase, True) else None
-        if found is None:
-            self._trusted[phase] = False
-            found = self._whole(step)
-        elif phase not in self._trusted:
-            whole = self._whole(step)
-            self._trusted[phase] = found[0].same_ops(whole[0]) and found[1] == whole[1]
-            found = whole
-        return _assemble(*found, n_variables, self._cutter, self._families)
-
-    def _short(self, step: Step) -> tuple[Plan, frozenset[Guard]] | None:
-        """From a cut model; None if none that is shorter will do."""
-        for n in self._cutter.lengths(self._period):
-            short = trace(self._policy, self._cutter.cut(n), step)
-            period = lcm(self._period, *short.moduli)
-            if period != self._period:
-                self._period = period
-                return self._short(step)
-            long = emit(self._policy, *self._short_model(n + period, step), step)
-            repeats = (self._cutter.longest - n) // period
-            stretched = stretch(short.plain, long, short.refs, period, repeats)
-            if stretched is not None:
-                plan = expand(stretched)
-                classes = np.array(self._cutter.classes)
-                if (classes[plan.layers[:, 0]] == plan.layer_class).all():
-                    return plan, short.guards
-        return None
-
-    def _short_model(self, n: int, step: Step) -> tuple[Cut, CostModel]:
-        """A cut model and what the policy believes of it."""
-        if n not in self._short_models:
-            cut, ctx = self._cutter.cut(n), step[0]
-            placement = replace(ctx.placement, weights=cut.weights)
-            self._short_models[n] = (cut, CostModel(cut.model, ctx.hardware, placement))
-        return self._short_models[n]
-
-    def _whole(self, step: Step) -> tuple[Plan, frozenset[Guard]]:
-        traced = trace(self._policy, self._cutter.cut(self._cutter.longest), step)
-        return expand(unstretched(traced.refs)), traced.guards
-
-
-def _assemble(
-    plan: Plan, guards: frozenset[Guard], n_variables: int, cutter: Cutter, families: Families
-) -> Template:
-    whats, ids = plan.whats, plan.what
-    amounts, amount_of = _amounts(whats)
-    forms = [form(number) for what in amounts for number in what.amounts]
-    lanes = np.array([_LANES.index(LANE_OF[what.kind]) for what in whats], np.uint8)[ids]
-    first_read, read = _slots(plan, [what.reads for what in whats], [1] * len(whats), families)
-    skip = [1 + sum(layered for _, layered in what.reads) for what in whats]
-    first_write, write = _slots(plan, [what.writes for what in whats], skip, families)
-    categories = [_CATEGORIES.index(CATEGORY_OF[what.kind]) for what in whats]
-    counts = np.bincount(amount_of[ids], minlength=len(amounts)).tolist()
-    return Template(
-        guards=compiled(guards, n_variables),
-        amounts=tuple(
-            _amount(what, uses, cutter) for what, uses in zip(amounts, counts, strict=True)
-        ),
-        forms=matrix(forms, n_variables),
-        constants=np.array([form.const for form in forms], np.float64),
-        lane_ops=np.bincount(lanes, minlength=N_LANES).astype(np.int64),
-        lane=lanes,
-        category=np.array(categories, np.uint8)[ids],
-        flags=np.array([_flags(what.kind) for what in whats], np.uint8)[ids],
-        ahead=np.array([what.ahead for what in whats], np.int8)[ids],
-        amount=amount_of[ids].astype(np.int32),
-        first_read=first_read,
-        read=read,
-        first_write=first_write,
-        write=write,
-        layer=plan.layers[:, 0].astype(np.int32),
-        batch=np.array([what.batch for what in whats], np.int32)[ids],
-    )
-
-
-def plain_template(ops: Sequence[Op], families: Families, n_variables: int) -> Template:
-    """Ops as they are, an amount each: whatever no policy's step emitted."""
-    n = len(ops)
-    lane = np.array([_LANES.index(LANE_OF[op.kind]) for op in ops], np.uint8)
-    forms = [Affine((), getattr(op, name)) for op in ops for name in AMOUNTS]
-    first_read, read = _plain_slots([op.reads for op in ops], families)
-    first_write, write = _plain_slots([op.writes for op in ops], families)
-    return Template(
-        guards=compiled((), n_variables),
-        amounts=tuple(Amount(op, (op.kind,), 1) for op in ops),
-        forms=matrix(forms, n_variables),
-        constants=np.array([form.const for form in forms], np.float64),
-        lane_ops=np.bincount(lane, minlength=N_LANES).astype(np.int64),
-        lane=lane,
-        category=np.array([_CATEGORIES.index(CATEGORY_OF[op.kind]) for op in ops], np.uint8),
-        flags=np.array([_flags(op.kind) for op in ops], np.uint8),
-        ahead=np.zeros(n, np.int8),
-        amount=np.arange(n, dtype=np.int32),
-        first_read=first_read,
-        read=read,
-        first_write=first_write,
-        write=write,
-        layer=np.array([op.layer for op in ops], np.int32),
-        batch=np.array([op.batch for op in ops], np.int32),
-    )
-
-
-def _plain_slots(rows: Sequence[tuple[Slot, ...]], families: Families) -> tuple[Longs, Ints]:
-    first = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
-    numbers = [families.number((slot, False)) for row in rows for slot in row]
-    return first, np.array(numbers, np.int32)
-
-
-def _flags(kind: Kind) -> int:
-    forward = FORWARD if kind is Kind.FORWARD else 0
-    return forward | (PREFILL if kind in PREFILL_KINDS else 0) | (FENCE * (kind is Kind.FENCE))
-
-
-def _amounts(whats: list[What]) -> tuple[list[What], Longs]:
-    """One op of each amount, and for each of ``whats`` the number of its amount."""
-    numbers: dict[tuple[object, ...], int] = {}
-    first: list[What] = []
-    of = []
-    for what in whats:
-        key = (*_share(what), what.amounts)
-        if key not in numbers:
-            first.append(what)
-        of.append(numbers.setdefault(key, len(numbers)))
-    return first, np.array(of, np.int64)
-
-
-def _share(what: What) -> tuple[object, ...]:
-    """What the cost of an op depends on besides its numbers and the block's KV homes."""
-    memory = frozenset((slot.tier, slot.pinned) for slot, _ in (*what.reads, *what.writes))
-    return (what.kind, what.layer_class, what.scope, what.attention, memory)
-
-
-def _amount(what: What, uses: int, cutter: Cutter) -> Amount:
-    sample = Op(
-        what.kind,
-        0,
-        0,
-        cutter.classes.index(what.layer_class),
-        scope=Scope(what.scope),
-        attention=Attention(what.attention),
-        reads=tuple(slot for slot, _ in what.reads),
-        writes=tuple(slot for slot, _ in what.writes),
-    )
-    return Amount(sample, _share(what), uses)
-
-
-def _slots(
-    plan: Plan, slots: list[tuple[tuple[Slot, bool], ...]], first_column: list[int],
-    families: Families,
-) -> tuple[Longs, Ints]:  # fmt: skip
-    """Slots of each op one after another, and where each op's begin.
-
-    ``first_column[w]`` is the column of a plan's layers that holds the first layer of these slots.
-    """
-    most = max((len(row) for row in slots), default=0)
-    base = padded([[families.number(family) for family in row] for row in slots], most, -1)
-    column = padded([[0] * len(row) for row in slots], most, -1)
-    for w, row in enumerate(slots):
-        at = first_column[w]
-        for j, (_, layered) in enumerate(row):
-            column[w, j] = at if layered else -1
-            at += layered
-    bases, columns = base[plan.what], column[plan.what]
-    layers = np.take_along_axis(plan.layers, np.maximum(columns, 0), axis=1) if most else bases
-    numbers = bases + np.where(columns >= 0, layers, 0)
-    used = bases >= 0
-    first = np.concatenate((np.zeros(1, np.int64), np.cumsum(used.sum(axis=1))))
-    return first, numbers[used].astype(np.int32)
+    def _listed(self, x: Floats) -> list[tuple[object, ...]]:
+        numbers = self.numbers.at(x).reshape(-1, len(AMOUNTS)).tolist()
+        first, times = (bound[0].tolist() for bound in self.loops_over(x[None]))
+        reads = np.split(self.read, self.first_read[1:-1])
+        writes = np.split(self.write, self.first_write[1:-1])
+        rows = np.stack((self.lane, self.category, self.flags, self.ahead, self.layer, self.batch))
+        columns = rows.T.tolist()
+        return [
+            (
+                *columns[op], self.amounts[amount].share, numbers[amount],
+                reads[op].tolist(), writes[op].tolist(),
+            )
+            for op, amount in self.order(first, times)
+        ]  # fmt: skip

@@ -2,9 +2,10 @@
 
 Per block and phase, the seconds of the busiest resource (``breakeven.phase_cost``) with perfect
 overlap, or between fences (``cost.fenced``) where the policy has them; a policy that may recompute
-is granted the best tail, and that it never stores. What
-readers get wrong: a phase is not alone. While prefill ends, the weights of the first decode layers
-may be loading already, so decode is bounded by a little less than its own work.
+is granted the best tail (Cake the best front), and that it never stores; one that attends on both
+sides, the best share of the CPU. What readers get wrong: a phase is not alone. While prefill ends,
+the weights of the first decode layers may be loading already, so decode is bounded by a little less
+than its own work.
 """
 
 from __future__ import annotations

@@ -49,14 +49,19 @@ def write_decisions(rows: Iterable[StepDecision], path: Path) -> None:
 
 
 def read_decisions(path: Path) -> tuple[StepDecision, ...]:
-    """The rows of a file; ``ValueError`` naming it for a missing column or what is no integer."""
+    """The rows of a file; ``ValueError`` naming it for a missing column or what is no integer.
+
+    A file may lack the columns that have a default: runs before there were such decisions.
+    """
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
-        names = StepDecision._fields
-        missing = [name for name in names if name not in (reader.fieldnames or ())]
+        present = reader.fieldnames or ()
+        optional = StepDecision._field_defaults
+        names = [n for n in StepDecision._fields if n in present or n not in optional]
+        missing = [name for name in names if name not in present]
         if missing:
             raise ValueError(f"{path}: lacks the columns {', '.join(missing)}")
         try:
-            return tuple(StepDecision(*(int(row[name]) for name in names)) for row in reader)
+            return tuple(StepDecision(**{n: int(row[n]) for n in names}) for row in reader)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error

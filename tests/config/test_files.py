@@ -46,7 +46,9 @@ def test_a_result_is_the_flat_record_with_config_and_provenance(folder):
 def test_decisions_are_a_row_a_step_and_batch(folder):
     with (folder / "decisions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["block", "step", "batch", "n_ctx", "n_recompute", "slices"]
+    assert list(rows[0]) == [
+        "block", "step", "batch", "n_ctx", "n_recompute", "slices", "n_front", "n_inputs", "on_cpu"
+    ]  # fmt: skip
     assert [(row["step"], row["batch"]) for row in rows] == [(s, b) for s in "0123" for b in "01"]
     assert [int(row["n_ctx"]) for row in rows] == [0, 0, 64, 64, 65, 65, 66, 66]
 

@@ -2,7 +2,7 @@
 
 A belief that is wrong by 30 % on one rate, where that costs more than 1 % of decode: feedback gets
 back at least 90 % of it from decode step 9 on, against the plan of a right belief with the same
-homes. Models are cut to a few layers; policies/README.md has the sweep with more of them.
+homes. Models are cut to a few layers; policies/README.md says what a larger sweep gave.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 import yaml
@@ -45,12 +45,17 @@ class Replay:
         return self.decisions[ctx.block.index, ctx.step]
 
 
+# Fenced and not, KV by host copies and by DMA, inputs, CPU attention, changing tails.
+SEVERAL = ("accelerate", "flexgen", "flexgen-on-disk", "flexgen-unfenced", "flexgen-cpu-attention",
+           "kvpr", "tightllm-dp", "mixed", "recompute-changing")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "scenario", ["one-layer", "one-batch", "all-ones-twice", "shared-link", "kv-on-disk"]
 )
 def test_two_steps_in_flight_leave_no_bubble(scenario):
-    """Every policy: the very spans of a plan that was known at once."""
-    for name in [p for p, s in CASES if s == scenario]:
+    """The very spans of a plan that was known at once."""
+    for name in [p for p, s in CASES if s == scenario and p in SEVERAL]:
         plan = case(name, scenario)
         known = SimBackend(plan.costs, plan.hardware.duplex)
         fed = ClosedLoopBackend(plan.costs, plan.hardware.duplex)
@@ -63,11 +68,11 @@ def test_two_steps_in_flight_leave_no_bubble(scenario):
 
 
 def test_one_step_in_flight_would_leave_bubbles(monkeypatch):
-    """So the comparison above can fail."""
-    plan = case("tightllm-dp", "opt")
+    """So the comparison above can fail: no load runs ahead of the step that computes."""
+    plan = case("recompute-one", "opt")
     known = SimBackend(plan.costs).run(plan.ops)
     monkeypatch.setattr("sim.closed_loop.IN_FLIGHT", 1)
-    policy = Replay(POLICIES["tightllm-dp"], plan.decisions)
+    policy = Replay(POLICIES["recompute-one"], plan.decisions)
     fed = ClosedLoopBackend(plan.costs).run(drive_steps(policy, plan.blocks, plan.costs))
     assert fed.makespan_s > 1.0001 * known.makespan_s
 
@@ -105,19 +110,28 @@ def test_what_a_decision_is_told_is_old_and_complete():
 
 # ---- the loop -----------------------------------------------------------------------------------
 
-GEN_LEN = 13  # decode steps 1 to 12
+GEN_LEN = 11  # decode steps 1 to 10
 SETTLED = 8  # decode steps before it must have paid
 CELLS = {
-    "opt-30b-512": ("opt-30b", 4, "h200", 16, 512, {}),
-    "opt-30b-2048": ("opt-30b", 4, "h200", 16, 2048, {}),
-    "llama2-13b": ("llama2-13b", 4, "h200", 16, 1024, {}),
-    "rtx3090": ("opt-30b", 4, "rtx3090", 4, 2048, {}),
-    "disk": ("opt-30b", 4, "rtx3090", 4, 2048, {"host_bytes": 13e9}),
+    "opt-30b-512": ("opt-30b", 3, "h200", 16, 512, {}),
+    "opt-30b-2048": ("opt-30b", 3, "h200", 16, 2048, {}),
+    "llama2-13b": ("llama2-13b", 3, "h200", 16, 1024, {}),
+    "rtx3090": ("opt-30b", 3, "rtx3090", 4, 2048, {}),
+    "disk": ("opt-30b", 3, "rtx3090", 4, 2048, {"host_bytes": 13e9}),
 }
 RATES = ("h2d", "d2h", "gemm", "attention_decode", "attention_window", "attention_prefill",
          "hbm_bytes_per_s", "launch_s", "disk_read", "disk_write")  # fmt: skip
-TRIED = {cell: ("h2d", "gemm") for cell in CELLS} | {"opt-30b-2048": RATES}
-FULL = (TightLLM(solver="dp"), Mixed(solver="dp"))
+FULL = (TightLLM(solver="dp", n_slices=4), Mixed(solver="dp", n_slices=4))
+FACTORS = (0.7, 1.3)
+DEAR = (("h2d", 0.7), ("gemm", 1.3))  # too much is recomputed: dear everywhere
+
+
+def tried(cell, policy):
+    """Every rate in both directions in one case, few in the others."""
+    if (cell, policy) == ("opt-30b-2048", "tightllm"):
+        return tuple(product(RATES, FACTORS))
+    both = ("opt-30b-512", "mixed")
+    return tuple(product(("h2d", "gemm"), FACTORS)) if (cell, policy) == both else DEAR
 
 
 def config(group, name):
@@ -141,21 +155,26 @@ def run(cell, policy, factors):
     """
     costs, blocks = plant(cell, replace(policy, feedback=False))
     belief = CostModel(costs.model, with_factors(costs.hardware, factors), costs.placement)
-    decided = []
+    taken = {}
 
-    def observe(_block, _step, decision):
-        decided.append((decision.n_recompute, decision.slices))
+    def observe(block, step, decision):
+        taken[block, step] = decision
 
+    backend = ClosedLoopBackend(costs, costs.hardware.duplex)
     if policy.feedback:
-        backend = ClosedLoopBackend(costs, costs.hardware.duplex)
-        trace = backend.run(drive_steps(policy, blocks, belief, observe, backend.ended))
+        steps = drive_steps(policy, blocks, belief, observe, backend.ended)
     else:
         list(drive(KeptSteps(policy), blocks, belief, observe))
-        if factors and decided == right(cell, policy)[1]:
+        if factors and chosen(taken) == right(cell, policy)[1]:
             return right(cell, policy)
-        ops = drive(policy, blocks, belief)
-        trace = SimBackend(costs, costs.hardware.duplex).run(ops)
-    return sum(metrics(trace).step_s[0][SETTLED:]), decided
+        steps = drive_steps(Replay(policy, dict(taken)), blocks, belief)
+    trace = backend.run(steps)
+    return sum(metrics(trace).step_s[0][SETTLED:]), chosen(taken)
+
+
+def chosen(taken):
+    """What a decision does, without who took it and how fast."""
+    return [(d.n_recompute, d.slices) for d in taken.values()]
 
 
 def changes(decided):
@@ -173,18 +192,17 @@ def right(cell, policy):
 def test_feedback_makes_good_a_wrong_rate(cell, policy):
     best_s, _ = right(cell, policy)
     costly = 0
-    for rate in TRIED[cell]:
-        for factor in (0.7, 1.3):
-            wrong_s, _ = run(cell, policy, {rate: factor})
-            if wrong_s <= 1.01 * best_s:
-                continue
-            costly += 1
-            found_s, decided = run(cell, replace(policy, feedback=True), {rate: factor})
-            changed = changes(decided)
-            assert wrong_s - found_s >= 0.9 * (wrong_s - best_s), (rate, factor)
-            assert len(changed) <= 2, (rate, factor, changed)
-            assert max(changed) <= SETTLED, (rate, factor, changed)
-    assert costly
+    for rate, factor in tried(cell, policy.name):
+        wrong_s, _ = run(cell, policy, {rate: factor})
+        if wrong_s <= 1.01 * best_s:
+            continue
+        costly += 1
+        found_s, decided = run(cell, replace(policy, feedback=True), {rate: factor})
+        changed = changes(decided)
+        assert wrong_s - found_s >= 0.9 * (wrong_s - best_s), (rate, factor)
+        assert len(changed) <= 2, (rate, factor, changed)
+        assert max(changed) <= SETTLED, (rate, factor, changed)
+    assert costly >= 2
 
 
 @pytest.mark.parametrize("policy", FULL, ids=lambda policy: policy.name)

@@ -110,12 +110,7 @@ def check_programs(policy, plan):
         emitted = [replace(op, reads=(), writes=()) for op in ops]
         assert [replace(op, reads=(), writes=()) for op in program.ops()] == emitted
         arrays = program.arrays
-        found = [
-            arrays.seconds[start + arrays.amount[op]]
-            for t, start in zip(arrays.step_template, arrays.step_amounts, strict=True)
-            for op in range(arrays.first_op[t], arrays.first_op[t + 1])
-        ]
-        assert found == [plan.costs.seconds(op) for op in ops]
+        assert list(program.seconds()) == [plan.costs.seconds(op) for op in ops]
         run = run_program(arrays, program.n_steps, 1.0, program.n_ops)
         assert run.waits_for.tolist() == numbered(ops)
 

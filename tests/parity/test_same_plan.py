@@ -11,16 +11,18 @@ import pytest
 from policies.cost.model import CostModel
 from policies.cost.size import nbytes
 from policies.plan.link import link
-from policies.plan.op import Kind, Lane
+from policies.plan.op import Attention, Kind, Lane
 from policies.run_request import RunRequest, read_request
 from policies.trace.check import check_bytes, check_causality, check_clock, check_keys
 from policies.trace.jsonl import read_jsonl
+from policies.trace.sources import source_columns
 from policies.trace.span import Trace
 from real import transfers
 from real.backend import Arenas
 from real.disk import DiskStore
 from real.files import write_result
 from real.run import Options, run_request
+from sim.decisions import DecisionLog
 from sim.engine import SimBackend
 from tests.lossless.engine import CPU, FAMILIES, UNIFORM, in_dtype, overflowing, run
 from tests.lossless.mixes import MIXES
@@ -50,11 +52,13 @@ def test_sim_and_real_run_one_request(name: str, tmp_path: Path) -> None:
 
     placement = request.policy.place(model, request.machine, request.policy.blocks(request.blocks))
     costs = CostModel(model, request.machine, placement)
+    log = DecisionLog(request.policy.blocks(request.blocks))
     decided: dict[tuple[int, int], tuple[int, ...]] = {}
     slices: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def observe(block, step, decision) -> None:  # type: ignore[no-untyped-def]
         decided[block, step], slices[block, step] = decision.n_recompute, decision.slices
+        log.observe(block, step, decision)
 
     ops = list(request.plan(costs, observe))
     simulated = SimBackend(costs, request.hardware.duplex).run(ops)
@@ -76,6 +80,8 @@ def test_sim_and_real_run_one_request(name: str, tmp_path: Path) -> None:
         assert row["slices"] == slices[where][row["batch"]]
     record = json.loads((tmp_path / "real" / "result.json").read_text())
     assert record["status"] == "ok"
+    found = log.sources(placement, request.policy.buffers.attention is Attention.CPU)
+    assert {name: record[name] for name in source_columns(None)} == source_columns(found)
     assert record["makespan_s"] == real.makespan_s
     assert record["tokens_sha256"]
 

@@ -7,21 +7,37 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import sim.run
-from policies.drive import Decision
+from policies.drive import Decision, drive
 from policies.flexgen import FlexGen
-from policies.plan.op import Kind, Op, Slot, Tier
+from policies.placement import ON_HOST, Placement
+from policies.plan.op import Kind, Lane, Op, Slot, Tier
 from policies.spec.workload import Batch, Block
 from policies.trace.decisions import StepDecision
 from policies.trace.span import parse_key
+from sim.assembly import plain_template
 from sim.decisions import DecisionLog
-from sim.fast import FastBackend
+from sim.engine import SimBackend
+from sim.fast import NARROWEST, FastBackend, run_program
 from sim.job import WorkloadSpec
+from sim.kernel import find_led
+from sim.program import Programs
 from sim.run import RunSpec, simulate
+from sim.template import Families
 from sim.tracing import UntraceableError
-from tests.policies_table import OPT, POLICIES, SMALL, FixedRecompute
+from tests.laws.test_l13_compiled import Taken
+from tests.policies_table import (
+    OPT,
+    POLICIES,
+    SMALL,
+    FixedRecompute,
+    Scenario,
+    one_block,
+    planned,
+)
 from tests.strategies import TableCosts
 
 ROOT = Path(__file__).parents[2]
@@ -152,12 +168,58 @@ def test_decisions_are_kept_as_runs_and_read_as_rows():
     assert len(log) == 9
     assert StepDecision(*rows[5]) in log
     assert StepDecision(0, 2, 1, 9, 1, 2) not in log
-    assert log.n_recompute_mean == pytest.approx((3 + 3 + 4 + 1) / 6)
+    on_host = Placement(weights=(), kv=(ON_HOST, ON_HOST))
+    assert log.sources(on_host).n_recompute == pytest.approx((3 + 3 + 4 + 1) / 6)
     assert (log.solvers, log.solve_s) == ({"dp"}, 0.5)
 
 
 def test_no_decode_no_mean():
     log = DecisionLog((Block(0, (Batch(1, 5),), 1),))
     log.observe(0, 0, Decision((0,), (1,)))
-    assert log.n_recompute_mean is None
+    assert log.sources(Placement(weights=(), kv=(ON_HOST,))) is None
     assert not DecisionLog()
+
+
+# ---- how far ahead steps are linked -------------------------------------------------------------
+
+
+def test_a_lane_without_ops_for_long_links_nothing_ahead():
+    """Every 40th step stores: D2H waits for its step's compute, not for steps to be linked."""
+    policy = FixedRecompute((*range(64, 103), 0))
+    plan = planned(policy, Scenario(replace(OPT, n_layers=12), one_block(2, 4, 200, 120)))
+    steps = Taken(policy, plan.decisions)
+    made = Programs(policy, plan.model, plan.placement, plan.costs)
+    (fence,) = drive(steps, plan.blocks, plan.costs)
+    program = made.of_block(steps.taken, fence)
+    d2h = list(Lane).index(Lane.D2H)
+    stores = program.arrays.lane_ops[:, d2h] > 0
+    assert 0 < stores.sum() < 10
+    run = run_program(program.arrays, program.n_steps, 0.8)
+    assert run.width == NARROWEST
+    assert run.makespan_s == pytest.approx(SimBackend(plan.costs, 0.8).run(plan.ops).makespan_s)
+
+
+def test_which_lanes_are_led():
+    """Lanes whose first op waits for another lane's op of the same step, whatever loops do."""
+    a, b = (Slot(name, Tier.GPU) for name in "ab")
+    load, compute = replace(LOAD, writes=(a,)), replace(FORWARD, reads=(a,), writes=(b,))
+    store, copy = Op(Kind.STORE_KV, 0, 0, reads=(b,)), Op(Kind.HOST_COPY, 0, 0)
+    lanes = [Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.DISK, Lane.CPU]
+    assert lanes == list(Lane)
+    assert led([load, compute, store, copy]) == [1, 0, 1, 1, 0]  # no op on the disk: never asked
+    assert led([store, compute, load]) == [1, 1, 0, 1, 1]  # overwriting waits as well
+    assert led([compute, compute, load, load]) == [0, 1, 1, 1, 1]
+    assert led([load, compute], in_loop=[1, 0]) == [0, 0, 1, 1, 1]  # no turn, no load
+    assert led([compute, store], in_loop=[0, 1]) == [0, 1, 1, 1, 1]
+    fence = Op(Kind.FENCE, 0, 0)
+    assert led([fence, load, store]) == [0, 1, 1, 1, 1]
+
+
+def led(ops, in_loop=None):
+    template = plain_template(ops, families := Families(0))
+    out, touched = np.zeros(5, np.uint8), np.zeros((families.n_slots, 2), np.uint8)
+    find_led(
+        out, template.lane, template.flags, np.array(in_loop or [0] * len(ops), np.uint8),
+        template.first_read, template.read, template.first_write, template.write, touched,
+    )  # fmt: skip
+    return out.tolist()

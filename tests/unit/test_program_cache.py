@@ -32,15 +32,15 @@ def test_templates_are_made_once_for_what_is_alike():
     known, policy = ProgramCache(), POLICIES["flexgen"]
     first = known.programs(policy, plan.costs, plan.costs)
     again = known.programs(policy, plan.costs, plan.costs)
-    assert again._maker is first._maker
+    assert again._library is first._library
     slower = CostModel(OPT, replace(SMALL, launch_s=1.0), plan.placement)
-    assert known.programs(policy, slower, plan.costs)._maker is first._maker  # only priced anew
+    assert known.programs(policy, slower, plan.costs)._library is first._library  # only priced anew
     for other in (
         known.programs(policy, plan.costs, slower),  # believes in another machine
         known.programs(FlexGen(fence=False), plan.costs, plan.costs),
         known.programs(policy, CostModel(OPT, SMALL, case("tightllm", "mla").placement), slower),
     ):
-        assert other._maker is not first._maker
+        assert other._library is not first._library
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,4 +51,4 @@ class Unhashable(FlexGen):
 def test_a_policy_that_cannot_be_hashed_shares_nothing():
     plan, known = case("flexgen", "opt"), ProgramCache()
     first, again = (known.programs(Unhashable(), plan.costs, plan.costs) for _ in range(2))
-    assert first._maker is not again._maker
+    assert first._library is not again._library

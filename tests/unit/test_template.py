@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sim.template
+import sim.maker
 from policies.drive import drive
 from policies.flexgen import FlexGen
 from policies.placement import ON_GPU, ON_HOST, Placement
@@ -148,13 +148,13 @@ def test_stretch_refuses_a_border_for_a_period():
 def wholes(monkeypatch):
     """Counts the templates that came from the whole model."""
     seen = []
-    whole = sim.template.TemplateMaker._whole
+    whole = sim.maker.TemplateMaker._whole
 
-    def counted(self, step):
+    def counted(self, step, counting=False):
         seen.append(step)
-        return whole(self, step)
+        return whole(self, step, counting)
 
-    monkeypatch.setattr(sim.template.TemplateMaker, "_whole", counted)
+    monkeypatch.setattr(sim.maker.TemplateMaker, "_whole", counted)
     return seen
 
 
@@ -280,18 +280,18 @@ def test_untraceable_policies_are_named(policy):
 def test_variables_of_a_step():
     plan, steps = steps_of(FixedRecompute((0, 64)), Scenario(OPT, one_block(2, 32, 256, 3)))
     x = variables(steps)
-    assert x.shape == (3, 6 + 15 * 2)
+    assert x.shape == (3, 6 + 16 * 2)
     assert x[1].tolist() == [
         *(1, 0, 3),  # step, block, max_new
         *(0.0, 1.0, 0.0),  # shares of the KV
         *(256, 256),  # prompt_len
         *(32, 32),  # n_seqs
-        *(0, 0, 192, 192, 192, 192, 192, 192),  # homes: KV of 192 tokens
+        *((0, 192, 192, 192) * 2),  # homes: KV of 192 tokens
         *(64, 64),  # n_recompute
         *(1, 1),  # slices
-        *(0, 0, 0, 0),  # n_front, on_cpu
+        *(0, 0, 0, 0, 0, 0),  # n_front, n_inputs, on_cpu
         *(0, 0),  # n_recompute of the next step
         *(1, 1),
-        *(0, 0, 0, 0, 0, 0),  # and its n_front, on_cpu, n_inputs
+        *(0, 0, 0, 0, 0, 0),  # and its n_front, n_inputs, on_cpu
     ]
     assert SMALL.name == plan.hardware.name
