@@ -3,18 +3,20 @@
 A folder holds ``request.json`` (what was asked for), ``trace.jsonl`` (what happened),
 ``decisions.csv`` and ``result.json``. What readers get wrong is which profile does what: the
 request's hardware is what the policy believed, so it decides the plan; the profile named on the
-command line is the machine that the plan is charged on.
+command line is the machine that the plan is charged on. Only a run with feedback decided by what it
+measured, which no simulation can repeat: its own decisions are replayed, so its times are compared,
+and not who would have decided what.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from policies.cost.model import CostModel
-from policies.drive import Decision
+from policies.drive import Decision, Policy, StepContext, wants_feedback
 from policies.plan.op import Op, Tier
 from policies.run_request import RunRequest, read_request
 from policies.spec.hardware import HardwareProfile
@@ -75,32 +77,41 @@ def read_runs(root: Path) -> tuple[tuple[RealRun, ...], tuple[Unusable, ...]]:
         elif not (folder / TRACE).exists():
             unusable.append(Unusable(folder, f"has no {TRACE}"))
         else:
-            runs.append(
-                RealRun(
-                    folder,
-                    read_request(request),
-                    read_jsonl(folder / TRACE),
-                    _decisions(folder / DECISIONS),
-                    result,
-                )
-            )
+            asked, decisions = read_request(request), _decisions(folder / DECISIONS)
+            if wants_feedback(asked.policy) and not decisions:
+                reason = f"has no {DECISIONS}, without which a closed loop cannot be replayed"
+                unusable.append(Unusable(folder, reason))
+                continue
+            runs.append(RealRun(folder, asked, read_jsonl(folder / TRACE), decisions, result))
     if not runs and not unusable:
         raise ValueError(f"traces: {root} has no folder with a {REQUEST}")
     return tuple(runs), tuple(unusable)
 
 
 def repeats(runs: Sequence[RealRun]) -> tuple[tuple[RealRun, ...], ...]:
-    """Runs grouped by equal requests, in the order of their names."""
-    groups: dict[str, list[RealRun]] = {}
+    """Runs grouped by equal requests, in the order of their names.
+
+    Runs in closed loop that decided differently ran different plans: each is a group of its own.
+    """
+    groups: dict[object, list[RealRun]] = {}
     for run in runs:
-        groups.setdefault(run.request.to_json(), []).append(run)
+        decided = run.decisions if wants_feedback(run.request.policy) else ()
+        groups.setdefault((run.request.to_json(), decided), []).append(run)
     return tuple(tuple(group) for group in sorted(groups.values(), key=lambda g: g[0].request.name))
 
 
-def replay(request: RunRequest, hardware: HardwareProfile) -> Replayed:
-    """Simulate a request: decided on its own machine, charged on ``hardware``."""
+def replay(
+    request: RunRequest, hardware: HardwareProfile, decisions: Sequence[StepDecision] = ()
+) -> Replayed:
+    """Simulate a request: decided on its own machine, charged on ``hardware``.
+
+    A request with feedback is decided as ``decisions`` say, those of its run, so the simulation's
+    are the same; without them it is simulated in open loop.
+    """
     from sim.engine import SimBackend
 
+    if wants_feedback(request.policy) and decisions:
+        request = replace(request, policy=Recorded(request.policy, decisions))
     blocks = request.policy.blocks(request.blocks)
     placement = request.policy.place(request.model, request.machine, blocks)
     belief = CostModel(request.model, request.machine, placement)
@@ -111,9 +122,46 @@ def replay(request: RunRequest, hardware: HardwareProfile) -> Replayed:
         decided.extend(step_decisions(blocks[g], s, decision))
 
     ops = tuple(request.plan(belief, observe))
+    if isinstance(request.policy, Recorded):
+        decided = list(decisions)
     trace = SimBackend(plant, hardware.duplex).run(ops)
     pageable = any(_pageable(op) for op in ops)
     return Replayed(trace, tuple(decided), pageable, tuple(sorted(plant.extrapolated)))
+
+
+class Recorded:
+    """A policy whose decisions were taken before, by a run of it in closed loop.
+
+    A run that was cut wrote down one step more, which says what the last one stores; nothing comes
+    of decisions behind that.
+    """
+
+    def __init__(self, policy: Policy, decisions: Sequence[StepDecision]) -> None:
+        self.name, self.buffers = policy.name, policy.buffers
+        self.blocks, self.place, self.step = policy.blocks, policy.place, policy.step
+        self._rows: dict[tuple[int, int], list[StepDecision]] = {}
+        for row in decisions:
+            self._rows.setdefault((row.block, row.step), []).append(row)
+
+    def decide(self, ctx: StepContext) -> Decision:
+        """As it was decided; ``ValueError`` for a step up to the last one that has no rows."""
+        block, step = ctx.block.index, ctx.step
+        rows = self._rows.get((block, step))
+        last = max((s for g, s in self._rows if g == block), default=-1)
+        if rows is None and 0 <= last < step:
+            return Decision(ctx.n_ctx(), (1, *(0,) * (ctx.n_batches - 1)))
+        if rows is None or [row.batch for row in rows] != list(range(ctx.n_batches)):
+            raise ValueError(
+                f"decisions: block {block}, step {step} must have a row for each of its "
+                f"{ctx.n_batches} batches"
+            )
+        return Decision(
+            tuple(row.n_recompute for row in rows),
+            tuple(row.slices for row in rows),
+            n_front=tuple(row.n_front for row in rows),
+            n_inputs=tuple(row.n_inputs for row in rows),
+            on_cpu=tuple(row.on_cpu for row in rows),
+        )
 
 
 def first_difference(real: Sequence[StepDecision], sim: Sequence[StepDecision]) -> str:

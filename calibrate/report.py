@@ -23,6 +23,7 @@ from calibrate.replay import (
     repeats,
     replay,
 )
+from policies.drive import wants_feedback
 from policies.spec.hardware import HardwareProfile
 
 
@@ -41,7 +42,10 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """One request: its comparison and what it was."""
+    """One request: its comparison and what it was.
+
+    ``closed_loop``: it decided by what it measured, and its recorded decisions were simulated.
+    """
 
     name: str
     policy: str
@@ -50,6 +54,7 @@ class RunReport:
     comparison: Comparison
     decisions_differ: str
     extrapolated: tuple[str, ...]
+    closed_loop: bool = False
 
     @property
     def cells(self) -> tuple[Timing, ...]:
@@ -98,7 +103,9 @@ def make_report(
 ) -> Report:
     """Simulate and compare every run below ``root``."""
     runs, unusable = read_runs(root)
-    reports = tuple(_report(group, hardware) for group in repeats(runs))
+    groups = repeats(runs)
+    named = zip(groups, _names(groups), strict=True)
+    reports = tuple(_report(group, hardware, name) for group, name in named)
     devices = tuple(sorted({str(r.result["device"]) for r in runs if r.result.get("device")}))
     measured = {p.device for p in hardware.provenance.values() if p.device}
     warning = ""
@@ -115,20 +122,34 @@ def make_report(
     return Report(hardware.name, devices, warning, reports, unusable, verdicts)
 
 
-def _report(group: Sequence[RealRun], hardware: HardwareProfile) -> RunReport:
+def _names(groups: Sequence[Sequence[RealRun]]) -> list[str]:
+    """Names of the requests; plans that one of them became in closed loop are numbered."""
+    names: list[str] = []
+    numbers: dict[str, int] = {}
+    for run in (group[0] for group in groups):
+        number = 0
+        if wants_feedback(run.request.policy):
+            asked = run.request.to_json()
+            number = numbers[asked] = numbers.get(asked, 0) + 1
+        names.append(run.request.name if number < 2 else f"{run.request.name} plan {number}")
+    return names
+
+
+def _report(group: Sequence[RealRun], hardware: HardwareProfile, name: str) -> RunReport:
     request = group[0].request
-    simulated = replay(request, hardware)
+    simulated = replay(request, hardware, group[0].decisions)
     differ = next(
         (d for run in group if (d := first_difference(run.decisions, simulated.decisions))), ""
     )
     return RunReport(
-        request.name,
+        name,
         request.policy.name,
         request.model.name,
         simulated.pageable,
         compare([run.trace for run in group], simulated.trace),
         differ,
         simulated.extrapolated,
+        wants_feedback(request.policy),
     )
 
 
@@ -181,6 +202,7 @@ def as_json(report: Report) -> dict[str, object]:
                 "only_sim": list(c.only_sim),
                 "decisions_equal": not run.decisions_differ,
                 "decisions_differ": run.decisions_differ,
+                "closed_loop": run.closed_loop,
                 "extrapolated": list(run.extrapolated),
                 "timings": [_timing_json(t) for t in (*run.cells, c.makespan)],
                 "steps": [_timing_json(t) for t in c.steps],

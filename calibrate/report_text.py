@@ -58,6 +58,7 @@ def _cell_rows(runs: Iterable[RunReport]) -> Rows:
             shown = f"{bound.ratio:.3f} ({bound.lane})" if bound and cell is c.step else ""
             flags = [] if c.same_plan else ["other plan"]
             flags += ["other decisions"] if run.decisions_differ else []
+            flags += ["closed loop, its decisions"] if run.closed_loop else []
             flags += [f"extrapolated {name}" for name in run.extrapolated]
             rows.append(
                 (run.name, run.policy, cell.name, f"{cell.real_s * 1e3:.2f} ms",

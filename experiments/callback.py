@@ -72,7 +72,7 @@ class Aggregate(Callback):
             except Exception as error:  # whatever went wrong, the results stand
                 _report(console, f"table {name} was not made", error)
             else:
-                console.print(listing(frame, name))
+                console.print(listing(frame, name, console.width))
                 console.print(f"table:   {path}", soft_wrap=True, highlight=False)
 
     def draw(self, results: pd.DataFrame, folder: Path, console: Console) -> None:

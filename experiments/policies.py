@@ -1,4 +1,4 @@
-"""Speed-up of TightLLM over each baseline, by model, machine and prompt length.
+"""Speed-up of TightLLM over each other policy, by model, machine and prompt length.
 
 Each policy runs with the largest batches that its own memory use allows (``batch_size=auto``), so
 throughputs are compared, not times. Above the line TightLLM is faster.
@@ -21,9 +21,9 @@ _HATCHES = ("", "//////", "......", "xxxx")
 
 
 def speedups(results: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """TightLLM's throughput over each baseline's; NaN where one of them did not run.
+    """TightLLM's throughput over each other policy's; NaN where one of them did not run.
 
-    Rows (hardware, model, prompt_len), a column a baseline.
+    Rows (hardware, model, prompt_len), a column a policy.
     """
     kept = results[results["status"].isin(["ok", "oom"])]
     table = kept.pivot_table(
@@ -40,12 +40,13 @@ def speedups(results: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def speedup(results: pd.DataFrame, folder: Path, path: Path) -> None:  # noqa: ARG001
-    """A row a machine; decode left, prefill right; a colour a baseline, a hatch a length."""
+    """A row a machine; decode left, prefill right; a colour a policy, a hatch a length."""
     style.require(results, "policy", "model", "hardware", "prompt_len", *METRICS)
     machines = list(results["hardware"].unique())
     lengths = sorted(results["prompt_len"].dropna().unique())
-    title = "Speed-up of TightLLM over each baseline, each with its own largest batches"
-    with style.panels(path, title, (len(machines), 2), (6.3, 3.0), sharey=True) as out:
+    title = "Speed-up of TightLLM over each other policy, each with its own largest batches"
+    width = max(6.3, 0.9 * results["policy"].nunique())
+    with style.panels(path, title, (len(machines), 2), (width, 3.0), sharey=True) as out:
         for column, (metric, words) in enumerate(METRICS.items()):
             table = speedups(results, metric)
             for row, machine in enumerate(machines):

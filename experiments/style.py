@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import matplotlib as mpl
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -51,6 +52,7 @@ BOTTLENECKS = {  # category of the critical path: (marker, words)
     "sync": ("X", "synchronisation"),
     "idle": (".", "idle"),
 }
+_COLUMN_INCHES, _CHARACTER_INCHES, _ROW_INCHES = 0.55, 0.065, 0.2  # of a legend
 _RC: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
@@ -104,9 +106,16 @@ def panels(
         figure.savefig(path, dpi=DPI)
 
 
-def legend_below(figure: Figure, handles: Sequence[object], n_columns: int = 4) -> None:
-    """One legend for the whole figure, outside the axes."""
-    n = min(n_columns, len(handles))
+def legend_below(figure: Figure, handles: Sequence[Artist], n_columns: int = 4) -> None:
+    """One legend for the whole figure, outside the axes, in as many columns as fit its width.
+
+    The figure grows by what the legend has more than two rows.
+    """
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    fit = int(figure.get_figwidth() / (_COLUMN_INCHES + _CHARACTER_INCHES * longest))
+    n = max(1, min(n_columns, len(handles), fit))
+    more = max(0, -(-len(handles) // n) - 2)
+    figure.set_figheight(figure.get_figheight() + _ROW_INCHES * more)
     figure.legend(handles=handles, loc="outside lower center", ncols=n)
 
 

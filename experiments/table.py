@@ -41,6 +41,7 @@ class _Column:
     title: str
     show: Callable[[Any], str]
     rank: int = 0  # of the columns that do not fit, the highest ranks are left out first
+    zero: bool = True  # whether a column of zeros says something
 
 
 _MEASURES = (
@@ -51,6 +52,8 @@ _MEASURES = (
     _Column("bottleneck", "waits\nmost on", _bottleneck, rank=1),
     _Column("bound_ratio", "x lower\nbound", lambda v: f"{v:.2f}", rank=5),
     _Column("n_recompute_mean", "mean\nN_r", lambda v: f"{v:.0f}", rank=2),
+    _Column("n_project_mean", "mean\nproj.", lambda v: f"{v:.0f}", rank=5, zero=False),
+    _Column("n_cpu_mean", "mean\nCPU", lambda v: f"{v:.0f}", rank=6, zero=False),
     _Column("solve_s", "solve\nms", lambda v: f"{1e3 * v:.0f}", rank=6),
     _Column("makespan_s", "makespan\ns", significant, rank=7),
     # serving
@@ -88,15 +91,15 @@ def swept_columns(results: pd.DataFrame) -> list[str]:
     own = [name for name in own if _short(name) not in results or _short(name) == "n_batches"]
     names = [name for name in [*_KEYS, *own] if name in results and name != "n_batches"]
     varied = [name for name in names if results[name].nunique() > 1]
-    # An override that only names the policy in other words says nothing new.
-    return [name for name in varied if name not in own or not _same_as_policy(results, name)]
+    # An override that only names the policy or the machine in other words says nothing new.
+    keys = [key for key in ("policy", "hardware") if key in results]
+    return [n for n in varied if n not in own or not any(_same(results, n, key) for key in keys)]
 
 
-def _same_as_policy(results: pd.DataFrame, name: str) -> bool:
-    if "policy" not in results:
-        return False
-    pairs = len(results[[name, "policy"]].drop_duplicates())
-    return pairs == results["policy"].nunique() == results[name].nunique()
+def _same(results: pd.DataFrame, name: str, key: str) -> bool:
+    """Whether two columns tell rows apart in the same way."""
+    pairs = len(results[[name, key]].drop_duplicates())
+    return pairs == results[key].nunique() == results[name].nunique()
 
 
 def status_text(row: pd.Series) -> str:
@@ -127,6 +130,7 @@ def comparison(results: pd.DataFrame, title: str, width: int, always: Sequence[s
         raise ValueError(f"columns: {', '.join(sorted(unknown))} must be among {known}")
     # A mode's runs have none of the other modes' measures.
     measures = [c for c in _MEASURES if c.name in results and results[c.name].notna().any()]
+    measures = [c for c in measures if c.zero or results[c.name].any()]
     measures = [replace(c, rank=0) if c.name in always else c for c in measures]
     console = Console(width=10 * width)
     while True:
@@ -138,8 +142,11 @@ def comparison(results: pd.DataFrame, title: str, width: int, always: Sequence[s
         measures = [column for column in measures if column.rank != least]
 
 
-def listing(frame: pd.DataFrame, title: str) -> Table:
-    """A rich table of every cell of ``frame``; numbers with a fraction to five digits."""
+def listing(frame: pd.DataFrame, title: str, width: int) -> Table:
+    """A rich table of every cell of ``frame``; numbers with a fraction to five digits.
+
+    Columns stand closer where they would not fit a terminal of ``width`` characters.
+    """
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     for name in frame:
         right = pd.api.types.is_numeric_dtype(frame[name])
@@ -147,6 +154,9 @@ def listing(frame: pd.DataFrame, title: str) -> Table:
     for row in frame.itertuples(index=False):
         table.add_row(*(f"{v:,.5g}" if isinstance(v, float) and pd.notna(v) else _cell(v)
                         for v in row))  # fmt: skip
+    console = Console(width=10 * width)
+    if table.__rich_measure__(console, console.options).maximum > width:
+        table.padding = (0, 0, 0, 0)
     return table
 
 

@@ -21,6 +21,8 @@ METRICS = {
     "prefill_tokens_per_s": "prefill (tokens/s)",
 }
 _PANEL = ["model", "hardware"]
+_FEW = 6  # policies whose lines and markers may be drawn large
+_CROSSES = 0.35  # of the height, at most, for what ran out of memory
 _BLOCK = "override.workload.n_batches"  # as set: Accelerate's blocks have one batch whatever is set
 
 
@@ -56,6 +58,8 @@ def _draw(results: pd.DataFrame, path: Path, metrics: list[str], what: str) -> N
     policies = list(results["policy"].unique())
     most = max(len(rows) for _, rows in groups)
     size = (4.3, 3.1) if lengths else (5.2, 0.9 + 0.24 * most)
+    if len(groups) == 1 or (lengths and len(policies) > _FEW):
+        size = (max(size[0], 6.0), size[1])  # room for the legend, and for more lines
     with style.panels(path, f"{title}, {models}", shape, size) as out:
         for column, (_, rows) in enumerate(groups):
             for row, metric in enumerate(drawn):
@@ -75,21 +79,24 @@ def _title(rows: pd.DataFrame, results: pd.DataFrame) -> str:
         title = f"{rows['model'].iloc[0]} on {title}"
     if _BLOCK in results:
         n = int(rows[_BLOCK].iloc[0])
-        title += f", {n} {'batch' if n == 1 else 'batches'} of {rows['batch_size'].max():g}"
+        as_set = rows[rows["n_batches"] == n]  # others merge or split their batches
+        size = (rows if as_set.empty else as_set)["batch_size"].max()
+        title += f", {n} {'batch' if n == 1 else 'batches'} of {size:g}"
     return title
 
 
 def _lines(axes: Axes, rows: pd.DataFrame, metric: str, policies: list[str]) -> None:
     lost: list[tuple[float, str]] = []
+    few = len(policies) <= _FEW
     for i, policy in enumerate(policies):
         over = len(policies) - 1 - i  # lines that coincide: dashes over solid, small over large
         line = rows[rows["policy"] == policy].sort_values("prompt_len")
         good = style.ok(line).dropna(subset=[metric])
         shade = style.colour(policy, policies)
-        axes.plot(good["prompt_len"], good[metric], color=shade, ls="--" if i == 2 else "-")
+        axes.plot(good["prompt_len"], good[metric], color=shade, ls=_dashes(i))
         for _, point in good.iterrows():
             marker = style.BOTTLENECKS.get(point["bottleneck"], ("o", ""))[0]
-            size = (9.0 if marker == "*" else 5.5) + 1.5 * min(over, 4)
+            size = (9.0 if marker == "*" else 5.5) + (1.5 if few else 0.6) * min(over, 4)
             axes.plot(point["prompt_len"], point[metric], marker, color=shade, ms=size)
         lost += [(n, policy) for n in line.loc[line["status"] == "oom", "prompt_len"]]
     axes.set_xscale("log", base=2)
@@ -109,13 +116,20 @@ def _cross_out(axes: Axes, lost: list[tuple[float, str]], policies: list[str]) -
     height: dict[float, int] = {}
     most = max(sum(1 for other, _ in lost if other == n) for n, _ in lost)
     low, high = axes.get_ylim()
-    share = 0.02 + 0.07 * most  # of the height, kept free of lines
+    pitch = min(0.07, _CROSSES / most)
+    share = 0.02 + pitch * most  # of the height, kept free of lines
     axes.set_ylim(low * (low / high) ** (share / (1.0 - share)), high)
     for n, policy in lost:
         level = height.get(n, 0)
         height[n] = level + 1
-        axes.plot(n, 0.04 + 0.07 * level, "x", color=style.colour(policy, policies), ms=8, mew=2.2,
+        shade = style.colour(policy, policies)
+        axes.plot(n, pitch * (level + 0.5), "x", color=shade, ms=8, mew=2.2,
                   transform=axes.get_xaxis_transform(), clip_on=False)  # fmt: skip
+
+
+def _dashes(i: int) -> str:
+    """Line style of the i-th policy: one in three is dashed, so that lines that coincide show."""
+    return "--" if i % 3 == 2 else "-"
 
 
 def plain_log_axis(axes: Axes) -> None:
@@ -158,7 +172,7 @@ def _legend(results: pd.DataFrame, policies: list[str], lines: bool) -> list[Lin
     if not lines:
         return [Line2D([], [], color=style.colour(p, policies), lw=6, label=p) for p in policies]
     handles = [
-        Line2D([], [], color=style.colour(p, policies), ls="--" if i == 2 else "-", label=p)
+        Line2D([], [], color=style.colour(p, policies), ls=_dashes(i), label=p)
         for i, p in enumerate(policies)
     ]
     seen = set(results["bottleneck"].dropna())

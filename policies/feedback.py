@@ -24,7 +24,6 @@ from policies.spec.factors import with_factors
 from policies.trace.span import Span
 
 Finished = tuple[Op, Span]
-
 Shape = tuple[object, ...]
 
 WINDOW_STEPS = 8
@@ -33,7 +32,6 @@ _WORSE = 1.25  # times the error that a fit left, before compute is fitted to th
 _LEAST_WEIGHT = 0.02  # of a shape among the forwards of its step: the LM head is short but telling
 
 _TO_GPU = frozenset({Kind.LOAD_WEIGHT, Kind.LOAD_KV, Kind.LOAD_ACT})
-_FROM_GPU = frozenset({Kind.STORE_KV, Kind.STORE_ACT})
 _RATE_OF = {
     Kind.READ_WEIGHT: "disk_read",
     Kind.READ_KV: "disk_read",
@@ -175,12 +173,12 @@ class Refit:
         if not far:
             return
         for name in far:
-            rises = moves[name] > 0
-            if self._rises.get(name, rises) is not rises:
-                self._margins[name] = 2 * self._margins.get(name, MARGIN)
-            if moves[name]:
-                self._rises[name] = rises
             self.factors[name] = found.get(name, 1.0)
+            if moves[name]:
+                rises = moves[name] > 0
+                if self._rises.get(name, rises) is not rises:
+                    self._margins[name] = 2 * self._margins.get(name, MARGIN)
+                self._rises[name] = rises
         first = self._first
         hardware = with_factors(first.hardware, self.factors)
         self.belief = CostModel(first.model, hardware, first.placement)

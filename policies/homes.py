@@ -55,7 +55,7 @@ class Homes(NamedTuple):
         """What is held of tokens ``[start, stop)``, in order, no range empty."""
         low = 0
         for i, end in enumerate(self):
-            first, last = max(low, start), min(end, stop)
+            first, last = max(low, start), min(stop, end)
             if first < last:
                 yield Held(first, last, Source.KV if i % 2 else Source.INPUT)
             low = end
@@ -66,7 +66,7 @@ class Homes(NamedTuple):
         ``ValueError`` if that needs a fifth range.
         """
         middle = self.n_stored + n_inputs
-        if not self.n_stored <= middle <= max(stop, self.n_stored):
+        if not self.n_stored <= middle <= max(self.n_stored, stop):
             raise ValueError(
                 f"decision.n_inputs: {n_inputs} must be in 0..{max(stop - self.n_stored, 0)}, the "
                 "tokens that are stored"

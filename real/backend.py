@@ -3,7 +3,8 @@
 Everything that can be decided before the run is: memory is planned, checked and allocated, every op
 is a closure over views, every event exists. What readers get wrong: the plan is read to its end
 before the first op starts, so a policy's solver works before the clock does; ``solve_s`` in its
-decisions says how long.
+decisions says how long. Only a policy with feedback decides during the run
+(``real.closed_loop``): its memory is planned from plans that bound all that it may decide.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,128 +22,36 @@ import torch
 from torch import Tensor
 
 from policies.cost.protocol import Costs
-from policies.placement import Placement
-from policies.plan.link import link
-from policies.plan.op import Lane, Op, Tier
-from policies.spec.model import ModelSpec
-from policies.spec.workload import Block
+from policies.plan.link import LinkedOp, link
+from policies.plan.op import LANE_OF, Lane, Op, Tier
 from policies.trace.span import Span, Trace
-from real.architecture import Numerics, check_supported
-from real.arena import HostArena
 from real.buffers import Buffers
-from real.compute import Compute, warm_up_ops
+from real.closed_loop import ClosedLoop, Plan
+from real.compute import Compute, warm_up_ops, warm_up_shape
 from real.disk import DiskStore
+from real.fed_lanes import FedRunner
 from real.geometry import Geometry, padded
-from real.lanes import Clock, HostClock, LaneRunner
+from real.lanes import Clock, HostClock, LaneRunner, Run
 from real.layout import edge_shapes
 from real.memory import Need, check_free, needs
-from real.scan import Scan, scan
+from real.scan import Scan, envelope, scan
+from real.setup import Arenas, Setup
 from real.streams import CUDA_LANES, CudaClock
 from real.transfers import Transfers
-from real.weights import Source, WeightHomes, edge_weights
+from real.weights import WeightHomes, edge_weights
 
-Prompts = Sequence[Sequence[int]]
 _WARM_S = 0.2  # of work before the clock starts
 _DELAY_S = 2e-3  # longest injected delay
 _CYCLES_PER_S = 1.7e9  # of a GPU, about
 
 
 @dataclass(slots=True)
-class Arenas:
-    """Host memory that outlives a run, because pinning takes longer than most runs."""
-
-    pinned: HostArena
-    pageable: HostArena
-
-    @classmethod
-    def of(cls, device: torch.device) -> Arenas:
-        """Arenas for a device; on the CPU twin nothing is registered."""
-        return cls(HostArena(pinned=device.type == "cuda"), HostArena(pinned=False))
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes mapped now."""
-        return self.pinned.locked_bytes + self.pageable.locked_bytes
-
-    def close(self) -> None:
-        """Let go of all memory."""
-        self.pinned.close()
-        self.pageable.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a run needs besides its plan. ``blocks`` and ``placement`` are the policy's.
-
-    ``poison`` fills what must not be read with NaN; ``delay_seed`` delays ops of every lane at
-    random. Neither may change a token.
-    """
-
-    model: ModelSpec
-    placement: Placement
-    blocks: tuple[Block, ...]
-    dtype: torch.dtype
-    device: torch.device
-    source: Source
-    prompts: Prompts
-    numerics: Numerics = field(default_factory=Numerics)
-    gpu_bytes: int | None = None  # None: all that is free
-    disk_dir: Path | None = None
-    poison: bool = False
-    delay_seed: int | None = None
-    keep_logits: bool = False
-
-    def __post_init__(self) -> None:
-        check_supported(self.model)
-        longest = max(block.max_tokens for block in self.blocks)
-        if longest > self.model.max_positions:
-            raise ValueError(
-                f"blocks: a sequence of {longest} tokens exceeds model.max_positions "
-                f"{self.model.max_positions}"
-            )
-        dealt = [batch.n_seqs for block in self.blocks for batch in block.batches]
-        if sum(dealt) != len(self.prompts):
-            raise ValueError(f"prompts: {len(self.prompts)} for {sum(dealt)} sequences")
-
-    @property
-    def dealt(self) -> list[Prompts]:
-        """Prompts of each batch, in order of the blocks."""
-        out, at = [], 0
-        for block in self.blocks:
-            for batch in block.batches:
-                held = self.prompts[at : at + batch.n_seqs]
-                at += batch.n_seqs
-                for prompt in held:
-                    if not 1 <= len(prompt) <= batch.prompt_len:
-                        raise ValueError(
-                            f"prompts: one has {len(prompt)} tokens, its batch takes 1 to "
-                            f"{batch.prompt_len}"
-                        )
-                    if min(prompt) < 0 or max(prompt) >= self.model.vocab:
-                        raise ValueError(
-                            f"prompts: token ids must be in 0..{self.model.vocab - 1}, one has "
-                            f"{min(prompt)}..{max(prompt)}"
-                        )
-                out.append(held)
-        return out
-
-    @property
-    def ragged(self) -> bool:
-        """Whether any prompt is padded."""
-        batches = [batch for block in self.blocks for batch in block.batches]
-        return any(
-            len(prompt) < batch.prompt_len
-            for batch, held in zip(batches, self.dealt, strict=True)
-            for prompt in held
-        )
-
-
-@dataclass(slots=True)
 class RealBackend:
     """Runs plans on a device. ``prepare`` once, ``execute`` as often as wanted; ``run`` does both.
 
+    ``prepare_steps`` and ``execute_steps`` are the same for a plan that is emitted while it runs.
     After ``prepare``: ``wanted`` (every buffer), ``build_s``, ``pin_s``. After ``execute``:
-    ``tokens()`` and, if asked for, ``logits``.
+    ``tokens()``, ``linked`` and, if asked for, ``logits``.
     """
 
     setup: Setup
@@ -152,10 +61,14 @@ class RealBackend:
     logits: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
     build_s: float = 0.0
     pin_s: float = 0.0
+    loop: ClosedLoop | None = None  # of the last closed-loop run
     _scan: Scan | None = None
+    _booked: Scan | None = None  # what a closed loop may use
+    _compute: Compute | None = None
+    _inline: bool = False  # of a closed loop: no lane is a host lane
     _buffers: Buffers | None = None
     _clock: CudaClock | HostClock | None = None
-    _runs: list[Callable[[], object]] = field(default_factory=list)
+    _runs: list[Run] = field(default_factory=list)
 
     def run(self, ops: Iterable[Op]) -> Trace:
         """Prepare and execute a plan."""
@@ -169,14 +82,42 @@ class RealBackend:
 
         ``OutOfMemory`` names the tier that overflows, before anything is allocated.
         """
-        with torch.inference_mode():
-            self._prepare(ops)
-
-    def _prepare(self, ops: Iterable[Op]) -> None:
         start_s = time.perf_counter()
+        with torch.inference_mode():
+            found = self._scan = scan(link(ops), self._geometry)
+            buffers = self._allocate(found)
+            self._compile(found, buffers)
+        self._note_build(start_s)
+
+    def prepare_steps(self, plans: Iterable[Iterable[Op]]) -> None:
+        """Get ready for a plan of which only bounds are known.
+
+        No step may need more of any buffer than one of ``plans``, whole plans of the same job.
+        Forwards of all of them are run to warm up; other shapes meet libraries that choose their
+        kernels at first sight.
+        """
+        start_s = time.perf_counter()
+        with torch.inference_mode():
+            scans = [scan(link(ops), self._geometry) for ops in plans]
+            booked = self._booked = envelope(scans)
+            buffers = self._allocate(booked)
+            self._compute = self._make_compute(buffers)
+            clock = self._clock = self._make_clock([])
+            lanes = {LANE_OF[item.op.kind] for found in scans for item in found.linked}
+            self._inline = all(map(clock.is_async, lanes))
+            if isinstance(clock, CudaClock):
+                buffers.load_prompts(self.setup.dealt)
+                self._warm_up(clock, _forwards(scans, buffers, self._compute))
+        self._note_build(start_s)
+
+    @property
+    def _geometry(self) -> Geometry:
         setup = self.setup
-        geometry = Geometry(setup.model, setup.placement, setup.blocks, setup.dtype)
-        found = self._scan = scan(link(ops), geometry)
+        return Geometry(setup.model, setup.placement, setup.blocks, setup.dtype)
+
+    def _allocate(self, found: Scan) -> Buffers:
+        """Plan memory, check it, allocate it, fill the weights."""
+        setup, geometry = self.setup, found.geometry
         weights = WeightHomes(geometry, found.streamed)
         self.wanted = needs(found, _weight_bytes(weights), setup.ragged)
         check_free(self.wanted, self._free())
@@ -192,28 +133,31 @@ class RealBackend:
         weights.fill(setup.source, disk)
         if disk is not None:
             disk.settle()
-        self._compile(found, buffers)
+        return buffers
+
+    def _note_build(self, start_s: float) -> None:
         self.pin_s = self.arenas.pinned.pin_s + self.arenas.pageable.pin_s
         self.build_s = time.perf_counter() - start_s - self.pin_s
 
+    def _make_compute(self, buffers: Buffers) -> Compute:
+        record = self._keep if self.setup.keep_logits else None
+        return Compute(buffers, poison=self.setup.poison, record=record)
+
+    def _make_clock(self, linked: Sequence[LinkedOp]) -> CudaClock | HostClock:
+        device = self.setup.device
+        return CudaClock(linked, device) if device.type == "cuda" else HostClock(len(linked))
+
     def _compile(self, found: Scan, buffers: Buffers) -> None:
-        setup = self.setup
-        record = self._keep if setup.keep_logits else None
-        transfers = Transfers(buffers, poison=setup.poison)
-        compute = Compute(buffers, poison=setup.poison, record=record)
-        moved = transfers.kinds
-        self._runs = [
-            (transfers if item.op.kind in moved else compute).make(item.op) for item in found.linked
-        ]
-        if setup.device.type == "cuda":
-            self._clock = CudaClock(found.linked, setup.device)
-            buffers.load_prompts(setup.dealt)
-            self._warm_up(found, self._clock)
-        else:
-            self._clock = HostClock(len(found.linked))
+        make = _maker(buffers, self._make_compute(buffers), poison=self.setup.poison)
+        self._runs = [make(item.op) for item in found.linked]
+        clock = self._clock = self._make_clock(found.linked)
+        if isinstance(clock, CudaClock):
+            buffers.load_prompts(self.setup.dealt)
+            chosen = warm_up_ops([item.op for item in found.linked])
+            self._warm_up(clock, (self._runs[index] for index in chosen))
         self.logits.clear()
 
-    def _warm_up(self, found: Scan, clock: CudaClock) -> None:
+    def _warm_up(self, clock: CudaClock, forwards: Iterable[Run]) -> None:
         """Run one forward of each shape on the compute stream; what they write is not read.
 
         On the thread that will compute: cuBLAS and cuDNN keep handles and plans per thread.
@@ -221,8 +165,8 @@ class RealBackend:
         torch.cuda.synchronize(self.setup.device)  # weights and prompts came on another stream
         with torch.inference_mode():
             clock.bind(Lane.COMPUTE)
-            for index in warm_up_ops([item.op for item in found.linked]):
-                self._runs[index]()
+            for run in forwards:
+                run()
         torch.cuda.synchronize(self.setup.device)
         clock.release()
 
@@ -257,23 +201,56 @@ class RealBackend:
         found, buffers, clock = self._scan, self._buffers, self._clock
         if found is None or buffers is None or clock is None:
             raise RuntimeError("engine: execute needs a prepared plan")
+        self._reset(buffers)
+        runner = LaneRunner(found.linked, self._runs, clock, self._delay(clock))
+        self._begin(clock)
+        runner.run()
+        return self._trace(found, clock)
+
+    def execute_steps(self, plan: Plan) -> Trace:
+        """The same for a plan that is emitted while it runs; its first steps are before."""
+        booked, buffers, clock, compute = self._booked, self._buffers, self._clock, self._compute
+        if booked is None or buffers is None or clock is None or compute is None:
+            raise RuntimeError("engine: execute_steps needs plans that bound the one to run")
+        self.logits.clear()
+        found = self._scan = buffers.found = Scan(booked.geometry, [])
+        clock.forget()
+        runner = FedRunner(clock, self._delay(clock), inline=self._inline)
+        make = _maker(buffers, compute, poison=self.setup.poison)
+        loop = self.loop = ClosedLoop(found, booked, clock, runner, make, self.costs)
+        with torch.inference_mode():
+            loop.start(plan)
+        self._reset(buffers)
+        self._begin(clock)
+        loop.run()
+        return self._trace(found, clock)
+
+    def _reset(self, buffers: Buffers) -> None:
         with torch.inference_mode():
             if self.setup.poison:
                 buffers.poison()
             # Poison also marks tokens that are not sampled yet: no embedding has row -1.
             buffers.load_prompts(self.setup.dealt, -1 if self.setup.poison else 0)
-        delay = self._delay(clock)
-        runner = LaneRunner(found.linked, self._runs, clock, delay)
+
+    def _begin(self, clock: CudaClock | HostClock) -> None:
         if self.setup.device.type == "cuda":
             _raise_clocks(self.setup.device)
         clock.begin()
-        runner.run()
+
+    def _trace(self, found: Scan, clock: CudaClock | HostClock) -> Trace:
         spans = [
             Span(op.key, op.kind, op.lane, start_s, end_s, self.costs.nbytes(op),
                  self.costs.flops(op))
             for (_, op, _), (start_s, end_s) in zip(found.linked, clock.times(), strict=True)
         ]  # fmt: skip
         return Trace(tuple(spans))
+
+    @property
+    def linked(self) -> list[LinkedOp]:
+        """Ops of the last run and what they waited for."""
+        if self._scan is None:
+            raise RuntimeError("engine: no plan has run")
+        return self._scan.linked
 
     def tokens(self) -> list[list[int]]:
         """Generated tokens of every sequence, in order of the prompts."""
@@ -297,6 +274,7 @@ class RealBackend:
         if self._buffers is not None and self._buffers.disk is not None:
             self._buffers.disk.close()
         self._buffers = self._scan = self._clock = None
+        self._booked = self._compute = self.loop = None
         self._runs = []
         self.logits = {}
         if self.setup.device.type == "cuda":
@@ -318,6 +296,26 @@ class RealBackend:
                 time.sleep(seconds)
 
         return delay
+
+
+def _maker(buffers: Buffers, compute: Compute, *, poison: bool) -> Callable[[Op], Run]:
+    """Makes the closures of a plan's ops, in program order."""
+    transfers = Transfers(buffers, poison=poison)
+    moved = transfers.kinds
+    return lambda op: (transfers if op.kind in moved else compute).make(op)
+
+
+def _forwards(scans: Sequence[Scan], buffers: Buffers, compute: Compute) -> Iterator[Run]:
+    """Forwards of several plans that between them run every kernel, each shape once."""
+    seen: set[object] = set()
+    for found in scans:
+        buffers.found = found
+        for index in warm_up_ops([item.op for item in found.linked]):
+            op = found.linked[index].op
+            shape = warm_up_shape(op)
+            if shape not in seen:
+                seen.add(shape)
+                yield compute.make(op)
 
 
 def _raise_clocks(device: torch.device) -> None:

@@ -33,7 +33,7 @@ from real.names import (
     stored_kv,
     weight_slot,
 )
-from real.scan import Rows, rows_of
+from real.scan import Rows, rows_of, shape_of
 
 W = TypeVar("W", AttentionWeights, MlpWeights)
 Run = Callable[[], object]
@@ -338,7 +338,10 @@ def warm_up_ops(ops: Sequence[Op]) -> list[int]:
     shapes: dict[object, int] = {}
     for i, op in forwards:
         if op.step in (0, 1, last):
-            shape = (op.scope, op.attention, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx,
-                     op.n_front, op.n_project)  # fmt: skip
-            shapes.setdefault((*shape, op.batch if op.layer == 0 else -1), i)
+            shapes.setdefault(warm_up_shape(op), i)
     return sorted(shapes.values())
+
+
+def warm_up_shape(op: Op) -> tuple[object, ...]:
+    """Forwards of one of these run the same kernels; the first layer also embeds, per batch."""
+    return (*shape_of(op), op.batch if op.layer == 0 else -1)

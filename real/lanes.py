@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from policies.plan.op import LANE_OF, Kind, Lane
 
 Run = Callable[[], object]
 
-_SWITCH_S = 50e-6  # of the interpreter: a lane must not wait 5 ms for another one's Python
+SWITCH_S = 50e-6  # of the interpreter: a lane must not wait 5 ms for another one's Python
 
 
 class Stopped(Exception):
@@ -38,6 +38,11 @@ class Progress:
         self._count = 0
         self._stop = stop
         self._changed = threading.Condition()
+
+    @property
+    def count(self) -> int:
+        """Ops so far."""
+        return self._count
 
     def advance(self) -> None:
         """One more op."""
@@ -63,6 +68,10 @@ class Progress:
 
 class Clock(Protocol):
     """Marks the start and the end of ops, and orders lanes, on one kind of device."""
+
+    def add(self, linked: Sequence[LinkedOp]) -> None:
+        """The next ops of the plan, not yet issued."""
+        ...
 
     def bind(self, lane: Lane) -> None:
         """Make the calling thread the one that issues for ``lane``."""
@@ -92,10 +101,26 @@ class Clock(Protocol):
         """Whether ops of ``lane`` are only issued by its thread."""
         ...
 
+    def await_end(self, index: int) -> None:
+        """Block the calling thread until op ``index``, which was issued, has ended."""
+        ...
+
+    def has_ended(self, index: int) -> bool:
+        """Whether op ``index``, which was issued, has ended."""
+        ...
+
+    def time(self, index: int) -> tuple[float, float]:
+        """Start and end of an op that has ended in seconds since ``begin``; asked in lane order."""
+        ...
+
+    def now_s(self) -> float:
+        """Host time in seconds since ``begin``."""
+        ...
+
 
 @dataclass(slots=True)
-class _Step:
-    """One op, ready to run."""
+class ReadyOp:
+    """One op, ready to run, and what it waits for."""
 
     index: int
     run: Run
@@ -104,52 +129,39 @@ class _Step:
     fence: bool = False
 
 
-class LaneRunner:
-    """Runs prepared ops on their lanes' threads.
+class Lanes:
+    """What runners share: lanes that issue their ops and tell each other how far they are."""
 
-    ``runs[i]`` executes op ``linked[i]``. ``delay(lane)`` is called before every op of a lane;
-    tests sleep in it.
-    """
-
-    def __init__(
-        self,
-        linked: Sequence[LinkedOp],
-        runs: Sequence[Run],
-        clock: Clock,
-        delay: Callable[[Lane], None] | None = None,
-    ) -> None:
+    def __init__(self, clock: Clock, delay: Callable[[Lane], None] | None) -> None:
         self._clock, self._delay = clock, delay
         self._stop = threading.Event()
         self._progress = {lane: Progress(self._stop) for lane in Lane}
         self._failure: BaseException | None = None
-        self._steps: dict[Lane, list[_Step]] = {lane: [] for lane in Lane}
-        self._order: list[tuple[Lane, _Step]] = []
-        position: list[tuple[Lane, int]] = []  # lane and place in it of every op
+        self._position: list[tuple[Lane, int]] = []  # lane and place in it of every op
+        self._n = dict.fromkeys(Lane, 0)
+
+    def _steps_of(
+        self, linked: Sequence[LinkedOp], runs: Sequence[Run]
+    ) -> Iterator[tuple[Lane, ReadyOp]]:
+        """The next ops of the plan, each with what it waits for."""
         for (index, op, deps), run in zip(linked, runs, strict=True):
             lane = LANE_OF[op.kind]
-            step = _Step(index, run, fence=op.kind is Kind.FENCE)
+            step = ReadyOp(index, run, fence=op.kind is Kind.FENCE)
             for dep in deps:
-                of, place = position[dep]
+                of, place = self._position[dep]
                 step.waits.append((self._progress[of], place + 1))
-                if clock.is_async(of):
+                if self._clock.is_async(of):
                     step.events.append(dep)
-            position.append((lane, len(self._steps[lane])))
-            self._steps[lane].append(step)
-            self._order.append((lane, step))
+            self._position.append((lane, self._n[lane]))
+            self._n[lane] += 1
+            yield lane, step
 
-    def run(self) -> None:
-        """Run all ops; the first error of a lane is raised here."""
-        if all(self._clock.is_async(lane) for lane, steps in self._steps.items() if steps):
-            self._run_inline()
-        else:
-            self._run_threads()
-
-    def _run_inline(self) -> None:
+    def _run_inline(self, order: Iterable[tuple[Lane, ReadyOp]]) -> None:
         """One thread issues everything; a stream is made current only where it changes."""
         current: Lane | None = None
         try:
             with torch.inference_mode():
-                for lane, step in self._order:
+                for lane, step in order:
                     if lane is not current:
                         self._clock.bind(lane)
                         current = lane
@@ -157,16 +169,16 @@ class LaneRunner:
         finally:
             self._clock.release()
 
-    def _run_threads(self) -> None:
+    def _run_threads(self, steps: Mapping[Lane, Iterable[ReadyOp]]) -> None:
         # Compute stays on the thread that warmed it up: libraries keep plans per thread.
-        lanes = {lane: steps for lane, steps in self._steps.items() if steps}
-        compute = lanes.pop(Lane.COMPUTE, [])
+        lanes = dict(steps)
+        compute = lanes.pop(Lane.COMPUTE, ())
         threads = [
-            threading.Thread(target=self._serve, args=(lane, steps), name=f"lane {lane}")
-            for lane, steps in lanes.items()
+            threading.Thread(target=self._serve, args=(lane, mine), name=f"lane {lane}")
+            for lane, mine in lanes.items()
         ]
         before = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         try:
             for thread in threads:
                 thread.start()
@@ -176,24 +188,26 @@ class LaneRunner:
         finally:
             sys.setswitchinterval(before)
             self._clock.release()
-        if self._failure is not None:
-            raise self._failure
 
-    def _serve(self, lane: Lane, steps: list[_Step]) -> None:
+    def _fail(self, error: BaseException) -> None:
+        """Stop all lanes; ``error`` is raised by the caller's thread."""
+        if self._failure is None:
+            self._failure = error
+        self._stop.set()
+        for progress in self._progress.values():
+            progress.wake()
+
+    def _serve(self, lane: Lane, steps: Iterable[ReadyOp]) -> None:
         try:
             with torch.inference_mode():
                 self._clock.bind(lane)
                 self._loop(lane, steps)
         except Stopped:
             pass
-        except BaseException as error:  # raised again by the caller's thread
-            if self._failure is None:
-                self._failure = error
-            self._stop.set()
-            for progress in self._progress.values():
-                progress.wake()
+        except BaseException as error:
+            self._fail(error)
 
-    def _loop(self, lane: Lane, steps: list[_Step]) -> None:
+    def _loop(self, lane: Lane, steps: Iterable[ReadyOp]) -> None:
         advance = self._progress[lane].advance
         for step in steps:
             for progress, count in step.waits:
@@ -201,7 +215,7 @@ class LaneRunner:
             self._issue(lane, step)
             advance()
 
-    def _issue(self, lane: Lane, step: _Step) -> None:
+    def _issue(self, lane: Lane, step: ReadyOp) -> None:
         """Run one op, or put it on its stream, behind what it waits for."""
         clock = self._clock
         for dep in step.events:
@@ -215,13 +229,52 @@ class LaneRunner:
         clock.end(lane, step.index)
 
 
+class LaneRunner(Lanes):
+    """Runs prepared ops on their lanes' threads.
+
+    ``runs[i]`` executes op ``linked[i]``. ``delay(lane)`` is called before every op of a lane;
+    tests sleep in it.
+    """
+
+    def __init__(
+        self,
+        linked: Sequence[LinkedOp],
+        runs: Sequence[Run],
+        clock: Clock,
+        delay: Callable[[Lane], None] | None = None,
+    ) -> None:
+        super().__init__(clock, delay)
+        self._order = list(self._steps_of(linked, runs))
+
+    def run(self) -> None:
+        """Run all ops; the first error of a lane is raised here."""
+        lanes: dict[Lane, list[ReadyOp]] = {}
+        for lane, step in self._order:
+            lanes.setdefault(lane, []).append(step)
+        if all(map(self._clock.is_async, lanes)):
+            self._run_inline(self._order)
+        else:
+            self._run_threads(lanes)
+        if self._failure is not None:
+            raise self._failure
+
+
 class HostClock:
     """The CPU twin: every lane is a host lane, and time is the host's."""
 
-    def __init__(self, n_ops: int) -> None:
+    def __init__(self, n_ops: int = 0) -> None:
         self._start_s = [0.0] * n_ops
         self._end_s = [0.0] * n_ops
         self._base_s = 0.0
+
+    def add(self, linked: Sequence[LinkedOp]) -> None:
+        """Room for the times of more ops."""
+        self._start_s += [0.0] * len(linked)
+        self._end_s += [0.0] * len(linked)
+
+    def forget(self) -> None:
+        """Back to no ops."""
+        self._start_s, self._end_s = [], []
 
     def begin(self) -> None:
         """Time zero is now."""
@@ -251,6 +304,21 @@ class HostClock:
     def is_async(self, lane: Lane) -> bool:  # noqa: ARG002
         """No lane is."""
         return False
+
+    def await_end(self, index: int) -> None:
+        """Its thread has run it."""
+
+    def has_ended(self, index: int) -> bool:  # noqa: ARG002
+        """Its thread has run it."""
+        return True
+
+    def time(self, index: int) -> tuple[float, float]:
+        """Start and end of an op in seconds since ``begin``."""
+        return self._start_s[index] - self._base_s, self._end_s[index] - self._base_s
+
+    def now_s(self) -> float:
+        """Seconds since ``begin``."""
+        return time.perf_counter() - self._base_s
 
     def times(self) -> list[tuple[float, float]]:
         """Start and end of every op in seconds since ``begin``."""

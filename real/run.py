@@ -2,7 +2,8 @@
 
 Times are read from the trace by the same functions that read simulated ones. What readers get
 wrong: setting up (pinning, weights, warm-up) and the policy's solver are not part of any time; they
-are reported beside it.
+are reported beside it. A policy with feedback solves during the run, beside a step that runs; where
+that was not enough time, ``feedback_late_s`` says so and the times contain it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import numpy as np
 import torch
 
 from policies.cost.model import CostModel
-from policies.drive import Decision
+from policies.drive import Decision, wants_feedback
 from policies.errors import OutOfMemory
 from policies.placement import Placement
-from policies.plan.link import link
 from policies.plan.memory import block_pools, check_run, run_pools
 from policies.plan.op import Attention, Lane, Tier
 from policies.run_request import RunRequest
@@ -32,16 +32,21 @@ from policies.trace.metrics import TraceMetrics, metrics
 from policies.trace.sources import Run, inputs_share, mean_sources, source_columns
 from policies.trace.span import Trace, parse_key
 from real.architecture import DTYPES
-from real.backend import Arenas, Prompts, RealBackend, Setup
+from real.backend import RealBackend
 from real.checkpoint import Random
+from real.feedback_plan import FeedbackPlan
 from real.machine import environment, peak_host_bytes
+from real.setup import Arenas, Prompts, Setup
 
 _FIRST_ID = 4  # the ids below are special in most vocabularies
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What one execution of a request gave. ``trace`` is None where it did not fit."""
+    """What one execution of a request gave. ``trace`` is None where it did not fit.
+
+    ``decisions`` of a closed loop that was cut have one step more: it says what the last stored.
+    """
 
     record: dict[str, object]
     trace: Trace | None = None
@@ -106,16 +111,30 @@ def run_request(request: RunRequest, options: Options, arenas: Arenas) -> Iterat
         check_run(request.model, request.machine, placement, request.policy.buffers, blocks)
         if options.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(options.device)
-        backend.prepare(request.plan(costs, lambda g, s, d: decided.append((g, s, d))))
+        closed = FeedbackPlan(request, costs) if wants_feedback(request.policy) else None
+
+        def observe(block: int, step: int, decision: Decision) -> None:
+            decided.append((block, step, decision))
+
+        if closed is None:
+            backend.prepare(request.plan(costs, observe))
+        else:
+            backend.prepare_steps(closed.bounds())
         for repeat in range(options.repeat):
-            trace = backend.execute()
+            if closed is None:
+                trace = backend.execute()
+            else:
+                decided.clear()
+                trace = backend.execute_steps(lambda ended: closed.steps(ended, observe))
             tokens = tuple(map(tuple, backend.tokens()))
             record = base | {"status": "ok", "repeat": repeat}
-            record |= _times(trace, request, blocks) | _waits(request, costs, trace)
+            record |= _times(trace, request, blocks) | _waits(backend, trace)
             record |= _decision_columns(decided, request, placement, blocks)
+            record |= _feedback(backend, closed)
             record |= _memory(request, placement, blocks, backend)
             record |= {"tokens_sha256": _checksum(tokens), **environment(options.device)}
-            yield RunResult(record, trace, tuple(_decisions(decided, blocks)), tokens)
+            taken = [*decided, *(closed.behind if closed else ())]
+            yield RunResult(record, trace, tuple(_decisions(taken, blocks)), tokens)
     except (OutOfMemory, torch.OutOfMemoryError) as error:
         facts: dict[str, object] = {"oom_tier": "gpu"}
         if isinstance(error, OutOfMemory):
@@ -236,9 +255,9 @@ def _decode_bound(trace: Trace, measured: TraceMetrics) -> dict[str, object]:
     return {"decode_bound_ratio": (high - low) / totals[lane], "decode_bound_lane": lane.value}
 
 
-def _waits(request: RunRequest, costs: CostModel, trace: Trace) -> dict[str, object]:
+def _waits(backend: RealBackend, trace: Trace) -> dict[str, object]:
     """Critical-path shares; what no op explains is ``wait_idle``."""
-    deps = [item.deps for item in link(request.plan(costs))]
+    deps = [item.deps for item in backend.linked]
     shares = attribute(trace.spans, deps).shares
     named = {f"wait_{category.value}": share for category, share in shares.items()}
     return {**named, "bottleneck": max(Category, key=lambda c: shares.get(c, 0.0)).value}
@@ -257,6 +276,25 @@ def _decision_columns(
         **source_columns(mean_sources(blocks, placement, runs, cpu)),
         "solver": " ".join(sorted({d.solver for _, _, d in decided if d.solver})),
         "solve_s": sum(d.solve_s for _, _, d in decided),
+    }
+
+
+def _feedback(backend: RealBackend, closed: FeedbackPlan | None) -> dict[str, object]:
+    """Of a closed loop: how often the belief changed; host time of planning each step from the
+    third on (re-fit, decision, ops, closures), and how late the step came (0: in time).
+
+    Decisions before the third step's plan, and warm-up, are those of the open loop: a shape that
+    first comes up during the run may meet libraries that choose its kernels then.
+    """
+    if closed is None or backend.loop is None:
+        return {}
+    late_s = backend.loop.late_s()
+    return {
+        "feedback": True,
+        "feedback_belief_changes": closed.n_beliefs - 1,
+        "feedback_host_s": list(backend.loop.host_s),
+        "feedback_late_s": late_s,
+        "feedback_late_sum_s": sum(late_s),
     }
 
 
@@ -293,7 +331,7 @@ def _memory(
 def _decisions(
     decided: Sequence[tuple[int, int, Decision]], blocks: Sequence[Block]
 ) -> Iterator[StepDecision]:
-    for g, step, decision in decided:
+    for g, step, decision in sorted(decided, key=lambda taken: taken[:2]):
         yield from step_decisions(blocks[g], step, decision)
 
 

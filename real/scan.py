@@ -7,7 +7,7 @@ readers get wrong: a slot is as large as its largest use in *this* plan, not as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -124,10 +124,77 @@ def where(op: Op) -> Where:
 
 def scan(linked: Iterable[LinkedOp], geometry: Geometry) -> Scan:
     """Run through a plan; ``PlanError`` for an op that this engine cannot execute."""
-    out = Scan(geometry, list(linked))
-    for item in out.linked:
-        _VISIT[item.op.kind](out, item.op)
+    out = Scan(geometry, [])
+    extend(out, linked)
     return out
+
+
+def extend(out: Scan, linked: Iterable[LinkedOp]) -> list[LinkedOp]:
+    """Run through the next ops of a plan; they are returned."""
+    items = list(linked)
+    out.linked += items
+    for item in items:
+        _VISIT[item.op.kind](out, item.op)
+    return items
+
+
+def envelope(scans: Sequence[Scan]) -> Scan:
+    """What any one of several plans for the same job needs; its ops are one forward a shape."""
+    out = Scan(scans[0].geometry, [])
+    shapes: dict[object, LinkedOp] = {}
+    for found in scans:
+        for mine, sizes in ((out.slots, found.slots), (out.landing, found.landing)):
+            for slot, nbytes in sizes.items():
+                _grow(mine, slot, nbytes)
+        for region, nbytes in found.on_disk.items():
+            out.on_disk[region] = max(out.on_disk.get(region, 0), nbytes)
+        for batch, nbytes in found.projected.items():
+            out.projected[batch] = max(out.projected.get(batch, 0), nbytes)
+        for step, rows in found.rows.items():
+            # Rows computed and tokens projected count together: where one is most, none is other.
+            if _made(found, step) >= _made(out, step):
+                out.rows[step], out.inputs[step] = rows, found.inputs.get(step, ())
+        out.streamed |= found.streamed
+        out.weights_pinned &= found.weights_pinned
+        out.unfused |= found.unfused
+        out.widened = max(out.widened, found.widened)
+        for item in found.linked:
+            if item.op.kind is Kind.FORWARD:
+                shapes.setdefault(shape_of(item.op), item)
+    out.linked = list(shapes.values())
+    return out
+
+
+def _made(found: Scan, step: tuple[int, int, int]) -> tuple[int, int]:
+    """Tokens whose K and V a step makes, and those of them that it computes."""
+    rows = found.rows.get(step)
+    computed = 0 if rows is None else rows.n_tokens
+    return computed + sum(t.n_tokens for t in found.inputs.get(step, ())), computed
+
+
+def check_within(found: Scan, booked: Scan) -> None:
+    """``ValueError`` if a plan needs a buffer, or more of one, than was allocated."""
+    for name in ("slots", "landing", "on_disk", "projected"):
+        held = getattr(booked, name)
+        for key, nbytes in getattr(found, name).items():
+            if nbytes > held.get(key, 0):
+                raise ValueError(
+                    f"engine: the plan needs {nbytes} bytes of {key}, the plans before the run "
+                    f"needed {held.get(key, 0)}"
+                )
+    if found.rows and found.max_rows() > booked.max_rows():
+        raise ValueError(
+            f"engine: the plan computes {found.max_rows()} rows, the plans before the run "
+            f"{booked.max_rows()}"
+        )
+    if not found.streamed <= booked.streamed or found.widened > booked.widened:
+        raise ValueError("engine: the plan streams weights or attends unlike those before the run")
+
+
+def shape_of(op: Op) -> tuple[object, ...]:
+    """What the shapes in a forward depend on, its weights apart."""
+    return (op.scope, op.attention, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx, op.n_front,
+            op.n_project)  # fmt: skip
 
 
 def _grow(sizes: dict[Slot, int], slot: Slot, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""CUDA streams and events: one stream a lane, two timing events an op, all made before the run.
+"""CUDA streams and events: one stream a lane, two timing events an op, made before the run.
 
 Host lanes have no stream: their times are the host's, aligned with the device at one instant when
 both are idle. What readers get wrong: CUDA reports the time between two events as a float32 of
@@ -29,23 +29,42 @@ class CudaClock:
 
     def __init__(self, linked: Sequence[LinkedOp], device: torch.device) -> None:
         self._device = device
-        self._lane = [LANE_OF[item.op.kind] for item in linked]
         self.streams = {lane: torch.cuda.Stream(device) for lane in CUDA_LANES}
-        self._starts: list[torch.cuda.Event | None] = []
-        self._ends: list[torch.cuda.Event | None] = []
-        for lane in self._lane:
-            for events in (self._starts, self._ends):
-                events.append(_event(self.streams[lane]) if lane in CUDA_LANES else None)
-        self._host_s = [[0.0, 0.0] for _ in linked]
         self._issued: dict[Lane, deque[int]] = {lane: deque() for lane in CUDA_LANES}
         self._base = _event(self.streams[Lane.COMPUTE])
         self._base_s = 0.0
+        self.forget()
+        self.add(linked)
+        for lane, start, end in zip(self._lane, self._starts, self._ends, strict=True):
+            for event in (start, end):
+                if event is not None:
+                    event.record(self.streams[lane])  # makes it
+
+    def forget(self) -> None:
+        """Back to no ops, on the same streams."""
+        self._lane: list[Lane] = []
+        self._starts: list[torch.cuda.Event | None] = []
+        self._ends: list[torch.cuda.Event | None] = []
+        self._host_s: list[list[float]] = []
+        self._times: dict[int, tuple[float, float]] = {}
+        self._origin: dict[Lane, tuple[torch.cuda.Event, float]] = {}
+
+    def add(self, linked: Sequence[LinkedOp]) -> None:
+        """Events of more ops; those that are added during a run are made when first recorded."""
+        for item in linked:
+            lane = LANE_OF[item.op.kind]
+            for events in (self._starts, self._ends):
+                events.append(torch.cuda.Event(enable_timing=True) if lane in CUDA_LANES else None)
+            self._host_s.append([0.0, 0.0])
+            self._lane.append(lane)
 
     def begin(self) -> None:
         """Time zero is now, on an idle device."""
         torch.cuda.synchronize(self._device)
         for issued in self._issued.values():
             issued.clear()
+        self._times = {}
+        self._origin = dict.fromkeys(CUDA_LANES, (self._base, 0.0))
         self._base.record(self.streams[Lane.COMPUTE])
         self._base.synchronize()
         self._base_s = time.perf_counter()
@@ -100,24 +119,42 @@ class CudaClock:
         """CUDA lanes are."""
         return lane in CUDA_LANES
 
-    def times(self) -> list[tuple[float, float]]:
-        """Start and end of every op in seconds since ``begin``."""
-        torch.cuda.synchronize(self._device)
-        origin = dict.fromkeys(CUDA_LANES, (self._base, 0.0))
-        out: list[tuple[float, float]] = []
-        for index, lane in enumerate(self._lane):
-            start, end = self._starts[index], self._ends[index]
-            if start is None or end is None:
-                first_s, last_s = self._host_s[index]
-                out.append((first_s - self._base_s, last_s - self._base_s))
-                continue
-            event, at_s = origin[lane]
+    def await_end(self, index: int) -> None:
+        """Wait for the end event; an op of a host lane has ended."""
+        event = self._ends[index]
+        if event is not None:
+            event.synchronize()
+
+    def has_ended(self, index: int) -> bool:
+        """Ask the end event; an op of a host lane has ended."""
+        event = self._ends[index]
+        return event is None or event.query()
+
+    def now_s(self) -> float:
+        """Host time in seconds since ``begin``."""
+        return time.perf_counter() - self._base_s
+
+    def time(self, index: int) -> tuple[float, float]:
+        """Start and end of an op that has ended in seconds since ``begin``; asked in lane order."""
+        start, end = self._starts[index], self._ends[index]
+        if start is None or end is None:
+            first_s, last_s = self._host_s[index]
+            return first_s - self._base_s, last_s - self._base_s
+        known = self._times.get(index)
+        if known is None:
+            lane = self._lane[index]
+            event, at_s = self._origin[lane]
             start_s = at_s + 1e-3 * event.elapsed_time(start)
             end_s = start_s + 1e-3 * start.elapsed_time(end)
             if start_s - at_s > _HOP_S:
-                origin[lane] = (start, start_s)
-            out.append((start_s, end_s))
-        return out
+                self._origin[lane] = (start, start_s)
+            known = self._times[index] = (start_s, end_s)
+        return known
+
+    def times(self) -> list[tuple[float, float]]:
+        """Start and end of every op in seconds since ``begin``."""
+        torch.cuda.synchronize(self._device)
+        return [self.time(index) for index in range(len(self._lane))]
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -16,15 +16,17 @@ from statistics import fmean
 import numpy as np
 
 from policies.drive import Policy
+from policies.spec.factors import with_factors
 from sim.candidates import Space
 from sim.elasticity import Elasticity, Now, elasticity
 from sim.replay import Replay
-from sim.resources import RESOURCES, draw, sigmas, with_factors
+from sim.resources import RESOURCES, draw, sigmas
 from sim.run import RunSpec
-from sim.search import Bounded, Machine, Objective, Tried, best_first
+from sim.search import Bounded, Machine, Objective, Tried, best_first, places_slowly
 
 QUANTILES = (0.1, 0.5, 0.9)
 FINER_TRIES = 4  # simulations between the powers of two: their bounds hardly differ
+SLOW_TRIES, SLOW_FINER_TRIES = 3, 2  # where a job takes seconds to place
 FINER_NEAR = 0.8  # of the best value: policies that other sizes and slices could make the best
 NEAR = 0.5  # of the best value: policies that a little more memory could make the best
 Say = Callable[[str], None]
@@ -154,9 +156,9 @@ def _rank(machine: Machine, bounded: list[Bounded], space: Space) -> tuple[Ranke
     other slices are tried as well, and their candidates appended to ``bounded``.
     """
     found = []
-    for name in space.policies:
+    for name, policy in space.policies.items():
         own = [item for item in bounded if item.candidate.name == name]
-        best = best_first(machine, own)
+        best = best_first(machine, own, limit=SLOW_TRIES if places_slowly(policy) else None)
         if best is not None and best.value is not None:
             found.append(best)
     least = FINER_NEAR * max((tried.value or 0.0 for tried in found), default=0.0)
@@ -164,9 +166,11 @@ def _rank(machine: Machine, bounded: list[Bounded], space: Space) -> tuple[Ranke
     for tried in found:
         best = tried
         if (tried.value or 0.0) >= least:
+            slow = places_slowly(tried.candidate.policy)
             finer = machine.refine(space, tried)
-            best = best_first(machine, finer, (tried,), FINER_TRIES) or tried
-            sliced = machine.all_of(space.sliced(best.candidate))
+            tries = SLOW_FINER_TRIES if slow else FINER_TRIES
+            best = best_first(machine, finer, (tried,), tries) or tried
+            sliced = [] if slow else machine.all_of(space.sliced(best.candidate))
             best = best_first(machine, sliced, (best,)) or best
             bounded += finer + sliced
         ranked.append(Ranked(best, best.value or 0.0))

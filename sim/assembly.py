@@ -95,6 +95,7 @@ def plain_template(ops: Sequence[Op], families: Families) -> Template:
     forms = [tuple(getattr(op, name) for name in AMOUNTS) for op in ops]
     first_read, read = _plain_slots([op.reads for op in ops], families)
     first_write, write = _plain_slots([op.writes for op in ops], families)
+    flags, in_loop = np.array([_flags(op.kind) for op in ops], np.uint8), np.zeros(n, np.uint8)
     return Template(
         guards=compiled((), Forms()),
         amounts=tuple(Amount(op, (op.kind,), 1) for op in ops),
@@ -104,10 +105,10 @@ def plain_template(ops: Sequence[Op], families: Families) -> Template:
         bounds=_numbers(()),
         n_turns=0,
         plain_ops=_lane_ops(lane),
-        led=np.zeros(N_LANES, np.uint8),
+        led=_led(lane, flags, in_loop, (first_read, read, first_write, write), families),
         lane=lane,
         category=np.array([_CATEGORY[op.kind] for op in ops], np.uint8),
-        flags=np.array([_flags(op.kind) for op in ops], np.uint8),
+        flags=flags,
         ahead=np.zeros(n, np.int8),
         amount=np.arange(n, dtype=np.int32),
         loop=np.zeros(n, np.int32),

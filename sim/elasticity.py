@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from sim.candidates import HOST, Candidate, Space
 from sim.replay import Replay
 from sim.resources import CAPACITIES, scaled
-from sim.search import Bounded, Machine, Tried, best_first
+from sim.search import Bounded, Machine, Tried, best_first, places_slowly
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +77,20 @@ def _settled(now: Now, resource: str) -> set[Candidate]:
     None of them is better than the best, or it would be the best now. Where ``mixed`` lies is not
     known without a search.
     """
-    kept = set()
-    for candidate, _, rough in now.bounded:
-        policy: Any = candidate.policy
-        fixed = getattr(policy, "percent", None) is not None
-        if resource == "gpu_memory" and not rough:
-            fixed = fixed or getattr(policy, "placement", None) == HOST
-        if resource == "host_memory" and not rough and not fixed:
-            placement = now.machine.placed(candidate)
-            model = now.machine.base.model
-            fixed = not (
-                any(shares.disk for shares in placement.kv)
-                or placement.total_weight_bytes(model, "disk")
-            )
-        if fixed:
-            kept.add(candidate)
-    return kept
+    return {item.candidate for item in now.bounded if _is_settled(now, item.candidate, resource)}
+
+
+def _is_settled(now: Now, candidate: Candidate, resource: str) -> bool:
+    policy: Any = candidate.policy
+    if places_slowly(policy):
+        return False
+    if getattr(policy, "percent", None) is not None:
+        return True
+    if resource == "gpu_memory":
+        return getattr(policy, "placement", None) == HOST
+    placement, model = now.machine.placed(candidate), now.machine.base.model
+    on_disk = any(shares.disk for shares in placement.kv)
+    return not (on_disk or placement.total_weight_bytes(model, "disk"))
 
 
 def _moved(now: Now, changed: Machine, factor: float, n: int) -> list[Bounded]:
@@ -104,11 +102,11 @@ def _moved(now: Now, changed: Machine, factor: float, n: int) -> list[Bounded]:
     """
     found: list[Bounded] = []
     all_of_them = now.machine.objective.max_tpot_s is not None
-    for candidate, upper, _ in sorted(now.bounded, key=lambda item: -item.upper):
+    for candidate, upper in sorted(now.bounded, key=lambda item: -item.upper):
         found.sort(key=lambda item: -item.upper)
         if not all_of_them and len(found) >= n and upper * factor < found[n - 1].upper:
             break
-        again = None if candidate == now.best.candidate else changed.bounded(candidate)
-        if again is not None and again.upper > upper:
-            found.append(again)
+        again = None if candidate == now.best.candidate else changed.upper(candidate)
+        if again is not None and again > upper:
+            found.append(Bounded(candidate, again))
     return list(islice(sorted(found, key=lambda item: -item.upper), n))

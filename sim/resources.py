@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import fields
 
 import numpy as np
 
-from policies.spec.curve import Curve, Grid
-from policies.spec.hardware import PROVENANCE_KINDS, HardwareProfile, Link
+from policies.spec.factors import with_factors
+from policies.spec.hardware import PROVENANCE_KINDS, HardwareProfile
 
 # What is scaled together, and whether it is a capacity (in bytes) or rates.
 RESOURCES: Mapping[str, tuple[str, ...]] = {
@@ -86,25 +85,3 @@ def draw(
     while not 0.5 <= hardware.duplex * factors["duplex"] <= 1.0:
         factors["duplex"] = math.exp(deviations["duplex"] * rng.standard_normal())
     return factors
-
-
-def with_factors(hardware: HardwareProfile, factors: Mapping[str, float]) -> HardwareProfile:
-    """``hardware`` with numbers multiplied; a link keeps its latency, a curve its shape.
-
-    A curve that the profile lacks stays lacking: what stands in for it scales with its own number.
-    """
-    changed: dict[str, Any] = {}
-    for name, factor in factors.items():
-        value = getattr(hardware, name)
-        if value is None:
-            continue
-        if isinstance(value, Link):
-            changed[name] = Link(value.latency_s, value.bytes_per_s * factor)
-        elif isinstance(value, Curve):
-            changed[name] = Curve(value.x, tuple(y * factor for y in value.y))
-        elif isinstance(value, Grid):
-            rows = tuple(tuple(z * factor for z in row) for row in value.z)
-            changed[name] = Grid(value.x, value.y, rows)
-        else:
-            changed[name] = value * factor
-    return replace(hardware, **changed)

@@ -2,14 +2,13 @@
 
 Every candidate gets an upper bound on its value (``policies.cost.bound``), which is cheap; those
 whose bound does not reach the best simulated value are never simulated. So the best found is the
-best there is. Where a policy takes long to place a job, a rough bound comes first, and the bound of
-its placement only when the rough one is the largest left. What readers get wrong: that holds for
-the candidates that were enumerated, not for all ways to run the workload.
+best there is. What readers get wrong: that holds for the candidates that were enumerated, not for
+all ways to run the workload, and for ``mixed``, which takes seconds to place a job and so has a few
+tries only, it need not hold.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from policies.cost.bound import RunBound, run_bound
 from policies.cost.mixed_bound import mixed_bound, possible_placements
 from policies.cost.model import CostModel
+from policies.drive import Policy
 from policies.errors import OutOfMemory
 from policies.mixed import Mixed
 from policies.placement import Placement
@@ -88,11 +88,10 @@ class Objective:
 
 
 class Bounded(NamedTuple):
-    """A candidate and the value that it cannot exceed; ``rough``: ``Machine.upper`` may be less."""
+    """A candidate and the value that it cannot exceed."""
 
     candidate: Candidate
     upper: float
-    rough: bool = False
 
 
 class Tried(NamedTuple):
@@ -143,34 +142,23 @@ class Machine:
             self._placed[candidate] = policy.place(self.base.model, self.hardware, blocks)
         return self._placed[candidate]
 
-    def bounded(self, candidate: Candidate) -> Bounded | None:
-        """The candidate with a bound that is quickly found; None where it does not fit."""
-        policy = candidate.policy
-        if not isinstance(policy, Mixed):
-            upper = self.upper(candidate)
-            return None if upper is None else Bounded(candidate, upper)
-        model, job = self.base.model, self.job(candidate)
-        blocks = policy.blocks(job.blocks)
-        choices = possible_placements(policy, model, self.hardware, blocks)
-        if not any(self._fits(candidate, placement) for placement in choices):
-            self.n_unfit += 1
-            return None
-        bound = mixed_bound(policy, model, self.hardware, blocks)
-        return Bounded(candidate, self.objective.upper(bound, job), rough=True)
-
     def upper(self, candidate: Candidate) -> float | None:
-        """Bound on the candidate's value where it is placed; None where it does not fit."""
-        placement = self.placed(candidate)
-        if not self._fits(candidate, placement):
+        """Bound on the candidate's value; None where it does not fit."""
+        model, hardware, policy = self.base.model, self.hardware, candidate.policy
+        job = self.job(candidate)
+        blocks = policy.blocks(job.blocks)
+        places: Iterable[Placement] = possible_placements(policy, model, hardware, blocks)
+        if not places_slowly(policy):
+            places = (self.placed(candidate),)
+        if not any(self._fits(policy, placement, blocks) for placement in places):
             self.n_unfit += 1
             return None
-        policy, job = candidate.policy, self.job(candidate)
-        costs = CostModel(self.base.model, self.hardware, placement)
-        return self.objective.upper(run_bound(policy, costs, policy.blocks(job.blocks)), job)
+        if isinstance(policy, Mixed):
+            return self.objective.upper(mixed_bound(policy, model, hardware, blocks), job)
+        costs = CostModel(model, hardware, self.placed(candidate))
+        return self.objective.upper(run_bound(policy, costs, blocks), job)
 
-    def _fits(self, candidate: Candidate, placement: Placement) -> bool:
-        policy = candidate.policy
-        blocks = policy.blocks(self.job(candidate).blocks)
+    def _fits(self, policy: Policy, placement: Placement, blocks: Sequence[Block]) -> bool:
         try:
             check_run(self.base.model, self.hardware, placement, policy.buffers, blocks)
         except OutOfMemory:
@@ -190,8 +178,8 @@ class Machine:
 
     def all_of(self, candidates: Iterable[Candidate]) -> list[Bounded]:
         """Those that fit, with their bounds."""
-        found = (self.bounded(candidate) for candidate in candidates)
-        return [item for item in found if item is not None]
+        found = ((candidate, self.upper(candidate)) for candidate in candidates)
+        return [Bounded(candidate, upper) for candidate, upper in found if upper is not None]
 
     def enumerate(self, space: Space, settled: Collection[Candidate] = ()) -> list[Bounded]:
         """All candidates of ``space`` that fit, with their bounds; simplest settings first.
@@ -224,10 +212,10 @@ class Machine:
     ) -> Iterable[Bounded]:
         for candidate in growing:
             if candidate not in settled:
-                item = self.bounded(candidate)
-                if item is None:
+                upper = self.upper(candidate)
+                if upper is None:
                     return
-                yield item
+                yield Bounded(candidate, upper)
             if self.base.workload.source != "fixed":
                 job = self.job(candidate)
                 if candidate.batch_size * candidate.n_batches >= job.n_requests:
@@ -259,22 +247,17 @@ def best_first(
     best: Tried | None = None
     for tried in known:
         best = _better(best, tried)
-    queue = [(-item.upper, i, item) for i, item in enumerate(bounded)]
-    heapq.heapify(queue)
-    n_tried = 0
-    while queue and (limit is None or n_tried < limit):
-        _, i, (candidate, upper, rough) = heapq.heappop(queue)
+    promising = sorted(bounded, key=lambda item: -item.upper)
+    for candidate, upper in promising[:limit]:
         if upper <= 0 or (best is not None and best.value is not None and upper <= best.value):
             break
-        if rough:
-            known_upper = machine.upper(candidate)
-            if known_upper is not None:
-                closer = Bounded(candidate, min(upper, known_upper))
-                heapq.heappush(queue, (-closer.upper, i, closer))
-            continue
-        n_tried += 1
         best = _better(best, machine.tried(candidate))
     return best
+
+
+def places_slowly(policy: Policy) -> bool:
+    """Whether a policy takes up to seconds to place a job: ``mixed`` tries plans for that."""
+    return isinstance(policy, Mixed)
 
 
 def _better(best: Tried | None, tried: Tried) -> Tried | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_INTERVALS = 16  # of the share
 _PITCH = 32  # of the weights that link, disk and GPU get, each a multiple of one in so many
 
 Floats = NDArray[np.float64]
@@ -79,24 +81,36 @@ def mixed_bound(
 
 
 def _step_s(policy: Mixed, costs: CostModel, block: Block) -> float:
-    """Least seconds of the middle decode step.
+    """Least seconds of the middle decode step, over all shares of layer inputs.
 
     For weights ``x`` of link, disk and GPU that sum to 1 the longest of the three takes at least
-    ``sum_i x_i seconds_i``, and that is least if all tokens of a batch come from its cheapest
-    source: a bound for any ``x`` (duality of the linear program), and the best of many.
+    ``sum_i x_i seconds_i``, and that is least if every token comes from its cheapest source: a
+    bound for any ``x`` (duality of the linear program), and the best of many. With a share between
+    ``low`` and ``high`` the first ``low`` of a batch's tokens are not loaded as KV, and those from
+    ``high`` on are not projected.
     """
     step = block.max_new // 2
     fixed = phase_cost(costs, block, step, Attention.FUSED, stores=False)
     base = np.array([fixed.weights_s, _weights_from_disk_s(costs, block, step), fixed.compute_s])
     weights = _weights()
-    total = weights @ base
-    on_disk = _least_on_disk(costs, block)
-    for batch, times in Counter(block.batches).items():
-        found = _sources(costs, block, batch, step, on_disk)
-        if not policy.recompute:
-            found = found[:2]
-        total = total + times * np.min(weights @ found.T, axis=1)
-    return float(total.max())
+    batches = [
+        (times, _sources(costs, block, batch, step))
+        for batch, times in Counter(block.batches).items()
+    ]
+    found = []
+    edges = [i / _INTERVALS for i in range(_INTERVALS + 1)]
+    on_disk = [_share_on_disk(costs, block, share) for share in edges]
+    for i, (low, high) in enumerate(pairwise(edges)):
+        total = weights @ base
+        for times, seconds in batches:
+            links = seconds * (1.0, min(on_disk[i : i + 2]), 1.0)
+            kv, project, recompute = (weights @ links.T).T
+            again = recompute if policy.recompute else np.full_like(recompute, np.inf)
+            head, tail = np.minimum(project, again), np.minimum(kv, again)
+            middle = np.minimum(head, tail)
+            total = total + times * (low * head + (high - low) * middle + (1 - high) * tail)
+        found.append(float(total.max()))
+    return min(found)
 
 
 def _weights() -> Floats:
@@ -110,21 +124,21 @@ def _weights_from_disk_s(costs: CostModel, block: Block, step: int) -> float:
     return sum(n * costs.seconds(Op(Kind.READ_WEIGHT, block.index, step, i)) for i, n in kinds)
 
 
-def _least_on_disk(costs: CostModel, block: Block) -> float:
-    """Share of the homes on disk if they were as small as they can be, and no staging needed."""
+def _share_on_disk(costs: CostModel, block: Block, share: float) -> float:
+    """Share of the homes on disk if no staging were needed, with a share of layer inputs."""
     placement = costs.placement
     if placement.kv[block.index].disk == 0:
         return 0.0
     room = costs.hardware.usable_bytes("host") - placement.total_weight_bytes(costs.model, "host")
-    tokens = tuple(batch.prompt_len + block.max_new - 1 for batch in block.batches)
-    least = min(sum(home_bytes(costs.model, block, h)) for h in (tokens, (0,) * len(tokens)))
-    return max(0.0, 1.0 - room / least)
+    need = sum(home_bytes(costs.model, block, heads_of(block, share)))
+    return max(0.0, 1.0 - room / need)
 
 
-def _sources(costs: CostModel, block: Block, batch: Batch, step: int, on_disk: float) -> Floats:
+def _sources(costs: CostModel, block: Block, batch: Batch, step: int) -> Floats:
     """Seconds of (link, disk, GPU) if all of a batch's tokens are loaded, projected, recomputed.
 
-    Links without their latency; compute at the lowest cost per token of any number of tokens.
+    All homes on disk; links without their latency; compute at the lowest cost per token of any
+    number of tokens.
     """
     n_ctx, hardware = batch.prompt_len + step - 1, costs.hardware
     found = np.zeros((3, 3))
@@ -132,8 +146,7 @@ def _sources(costs: CostModel, block: Block, batch: Batch, step: int, on_disk: f
     for i, (kind, scope) in enumerate(moves):
         op = Op(kind, block.index, step, scope=scope, n_seqs=batch.n_seqs, stop=n_ctx)
         moved = costs.model.n_layers * costs.nbytes(op)
-        found[i, 0] = moved / hardware.h2d.bytes_per_s
-        found[i, 1] = on_disk * moved / hardware.disk_read.bytes_per_s
+        found[i, :2] = moved / hardware.h2d.bytes_per_s, moved / hardware.disk_read.bytes_per_s
     forward = Op(Kind.FORWARD, block.index, step, n_seqs=batch.n_seqs, n_new=1, n_ctx=n_ctx)
     for layer, n in costs.placement.layer_kinds(costs.model).items():
         op = replace(forward, layer=layer)

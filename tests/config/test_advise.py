@@ -63,13 +63,13 @@ def test_the_answer_is_ranked_and_explained(answered):
     folder, advice = answered
     values = [row["value"] for row in advice["ranking"]]
     assert values == sorted(values, reverse=True)
-    assert len({row["policy"] for row in advice["ranking"]}) == len(values) == 6
-    assert all(row["low"] <= row["value"] <= row["high"] for row in advice["ranking"])
+    assert len({row["policy"] for row in advice["ranking"]}) == len(values) == 11
+    assert all(row["low"] <= row["median"] <= row["high"] for row in advice["ranking"])
     assert {row["resource"] for row in advice["elasticity"]} == {
         "link", "compute", "hbm", "host_cpu", "disk", "gpu_memory", "host_memory"
     }  # fmt: skip
     assert advice["n_simulated"] < advice["n_candidates"]
-    assert len(pd.read_csv(folder / "0" / "ranking.csv")) == 6
+    assert len(pd.read_csv(folder / "0" / "ranking.csv")) == 11
 
 
 def test_it_is_drawn(answered, tmp_path):
@@ -111,10 +111,11 @@ def test_settings_say_what_is_wrong(data, message):
 # ---- the cases that must hold --------------------------------------------------------------------
 
 GRID = {
-    "policy": ("flexgen-pinned", "tightllm", "accelerate-big-pinned"),
+    "policy": ("flexgen-pinned", "tightllm", "accelerate-big-pinned", "mixed", "hybridserve",
+               "cpu-attention"),
     "workload.batch_size": (8, 128),
     "workload.n_batches": (4,),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

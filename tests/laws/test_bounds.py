@@ -1,14 +1,18 @@
 """Bounds that a search prunes with: no run is faster than its bound, on any policy and scenario."""
 
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
 from policies.cost.bound import may_recompute, run_bound
 from policies.cost.breakeven import phase_cost
 from policies.cost.fenced import fenced_step_s
+from policies.cost.mixed_bound import mixed_bound, possible_placements
 from policies.cost.model import CostModel
+from policies.drive import drive
 from policies.flexgen import FlexGen
+from policies.mixed import Mixed
 from policies.placement import host_placement
 from policies.plan.op import Attention
 from policies.step_ops import Zigzag
@@ -52,6 +56,51 @@ def test_no_run_is_faster_than_its_bound(scenario):
         assert (bound.tpot_s is None) == (seqs == 0)
         if seqs:
             assert bound.tpot_s <= tpot_weight / seqs * slack, name
+
+
+MIXED = [name for name, policy in POLICIES.items() if isinstance(policy, Mixed)]
+
+
+@pytest.mark.parametrize("placement", ["host", "auto"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_share_of_inputs_beats_the_bound_of_all_shares(scenario, placement):
+    """Whatever the homes hold, the share that ``mixed`` would choose or another."""
+    for name in (p for p, s in CASES if s == scenario and p in MIXED):
+        policy, held = replace(POLICIES[name], placement=placement), SCENARIOS[scenario]
+        model, hardware, blocks = held.model, held.machine(policy), held.blocks
+        least = mixed_bound(policy, model, hardware, blocks)
+        for place in possible_placements(policy, model, hardware, blocks):
+            costs = CostModel(model, hardware, place)
+            ends = [
+                metrics(SimBackend(costs, hardware.duplex).run(list(ops)))
+                for _, ops in groupby(drive(policy, blocks, costs), key=lambda op: op.block)
+            ]
+            slack = 1 + SLACK
+            assert least.prefill_s <= slack * sum(found.prefill_s for found in ends)
+            assert least.decode_s <= slack * sum(found.decode_s for found in ends), place.inputs
+            assert least.makespan_s <= slack * sum(found.makespan_s for found in ends)
+
+
+@pytest.mark.parametrize("gpu_bytes", [16e9, 64e9])
+def test_the_bound_of_all_shares_is_close(gpu_bytes):
+    scenario = replace(SCENARIOS["long"], model=replace(OPT, n_layers=12))
+    scenario = replace(scenario, hardware=replace(scenario.hardware, gpu_bytes=gpu_bytes))
+    plan = planned(POLICIES["mixed"], scenario)
+    found = metrics(SimBackend(plan.costs, plan.hardware.duplex).run(plan.ops))
+    least = mixed_bound(POLICIES["mixed"], plan.model, plan.hardware, plan.blocks)
+    assert least.decode_s >= found.decode_s / 1.1
+
+
+def test_memory_of_a_share_lies_between_those_of_the_ends():
+    scenario = SCENARIOS["long"]
+    whole = SCENARIOS["long"].hardware
+    policy = POLICIES["mixed"]
+    kv, *_, inputs = possible_placements(policy, OPT, whole, scenario.blocks)
+    tokens = sum(b.n_seqs * (b.prompt_len + 7) for b in scenario.blocks[0].batches)
+    assert kv.home_bytes(OPT, scenario.blocks[0]) == (tokens * OPT.kv_bytes_per_token, 0)
+    assert inputs.home_bytes(OPT, scenario.blocks[0]) == (0, tokens * OPT.kv_bytes_per_token / 2)
+    (own,) = possible_placements(TightLLM(), OPT, whole, scenario.blocks)
+    assert own == TightLLM().place(OPT, whole, scenario.blocks)
 
 
 def deep(name: str) -> Planned:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policies.cost.model import CostModel
-from policies.drive import Decision, Policy
+from policies.drive import Decision, Policy, wants_feedback
 from policies.placement import Placement, block_kv_bytes
 from policies.plan.op import Op
 from policies.run_request import BYTES_OF_DTYPE, RunRequest
@@ -22,8 +22,10 @@ from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
 from policies.trace.span import Trace
 from real.architecture import DTYPES
-from real.backend import Arenas, RealBackend, Setup
+from real.backend import RealBackend
+from real.feedback_plan import FeedbackPlan
 from real.layout import Shape
+from real.setup import Arenas, Setup
 from real.weights import Source
 from tests.policies_table import SMALL
 
@@ -179,11 +181,16 @@ def run(
     def observe(block: int, step: int, decision: Decision) -> None:
         decisions[block, step] = decision
 
-    ops = tuple(request.plan(costs, observe))
     arenas = Arenas.of(device)
     backend = RealBackend(setup, costs, arenas)
     try:
-        trace = backend.run(ops)
+        if wants_feedback(policy):
+            closed = FeedbackPlan(request, costs)
+            backend.prepare_steps(closed.bounds())
+            trace = backend.execute_steps(lambda ended: closed.steps(ended, observe))
+        else:
+            trace = backend.run(request.plan(costs, observe))
+        ops = tuple(item.op for item in backend.linked)
         tokens, logits = backend.tokens(), _by_sequence(backend, blocks)
     finally:
         if not keep:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from calibrate.replay import first_difference, read_runs, replay
+from calibrate.report import Tolerance, make_report
 from policies.cost.model import CostModel
 from policies.cost.size import nbytes
 from policies.plan.link import link
 from policies.plan.op import Attention, Kind, Lane
 from policies.run_request import RunRequest, read_request
+from policies.spec.hardware import Link
+from policies.spec.workload import Batch, Block
 from policies.trace.check import check_bytes, check_causality, check_clock, check_keys
 from policies.trace.jsonl import read_jsonl
 from policies.trace.sources import source_columns
 from policies.trace.span import Trace
 from real import transfers
-from real.backend import Arenas
 from real.disk import DiskStore
 from real.files import write_result
 from real.run import Options, run_request
+from real.setup import Arenas
 from sim.decisions import DecisionLog
 from sim.engine import SimBackend
 from tests.lossless.engine import CPU, FAMILIES, UNIFORM, in_dtype, overflowing, run
@@ -104,6 +109,39 @@ def test_a_cut_run_is_the_beginning_of_the_whole_one(steps_run: int) -> None:
     kept = [op for op in whole.ops[:-1] if op.step <= steps_run]
     assert list(cut.ops) == [*kept, whole.ops[-1]]
     assert set(cut.decisions) == {(0, step) for step in range(steps_run + 1)}
+
+
+@pytest.mark.parametrize(("name", "steps_run"), [("mixed", None), ("tightllm-dp", 3)])
+def test_a_closed_loop_is_replayed_by_its_decisions(
+    name: str, steps_run: int | None, tmp_path: Path
+) -> None:
+    """Its decisions follow from measured times; simulated under them, its plan is the same."""
+    slow = replace(SMALL, h2d=Link(1e-5, 1e5))
+    policy = replace(POLICIES[name], feedback=True, bucket_tokens=1)
+    blocks = (Block(0, (Batch(2, 9), Batch(3, 6)), 7), Block(1, (Batch(2, 5),), 3))
+    model = in_dtype(FAMILIES["llama"], "float32")
+    asked = RunRequest(name, model, slow, policy, blocks, dtype="float32", steps_run=steps_run)
+    arenas = Arenas.of(CPU)
+    for i, result in enumerate(run_request(asked, Options(CPU, tmp_path, repeat=2), arenas)):
+        write_result(tmp_path / f"r{i}", asked, result)
+        record = result.record
+        assert record["status"] == "ok"
+        assert record["feedback_belief_changes"] >= 1
+        n_planned = len(record["feedback_host_s"])
+        assert n_planned == len(record["feedback_late_s"]) > 0
+    runs, unusable = read_runs(tmp_path)
+    assert not unusable
+    open_loop = replay(asked, SMALL)
+    for run_ in runs:
+        closed = replay(asked, SMALL, run_.decisions)
+        assert closed.decisions == run_.decisions
+        assert [s.key for s in closed.trace.spans] == [s.key for s in run_.trace.spans]
+        assert [s.nbytes for s in closed.trace.spans] == [s.nbytes for s in run_.trace.spans]
+        assert first_difference(run_.decisions, open_loop.decisions)
+    report = make_report(tmp_path, SMALL, Tolerance(1e9, 1e9), Tolerance(1e9, 1e9))
+    assert report.passed
+    assert all(run_.closed_loop for run_ in report.runs)
+    assert len({run_.name for run_ in report.runs}) == len(report.runs)
 
 
 MOVES = (Kind.LOAD_WEIGHT, Kind.LOAD_KV, Kind.STORE_KV, Kind.HOST_COPY)

@@ -14,10 +14,11 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from matplotlib.lines import Line2D
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from experiments import ablation, attribution, memory, policies, style, throughput, timeline
+from experiments import ablation, attribution, memory, mixed, policies, style, throughput, timeline
 from experiments.callback import Aggregate, draw_figure, find
 from experiments.load import load_sweep, run_config, write_results
 from experiments.table import comparison, significant, status_text, swept_columns
@@ -29,8 +30,8 @@ from sim.settings import build
 
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = (
-    "ablation", "ablation-grid", "attribution", "decode-length", "memory", "motivation-175b",
-    "policies", "prefill-length", "tasks", "timeline",
+    "ablation", "ablation-grid", "attribution", "decode-length", "memory", "mixed",
+    "motivation-175b", "policies", "prefill-length", "tasks", "timeline",
 )  # fmt: skip
 STEPS = sorted(path.stem for path in (CONF / "step").glob("*.yaml"))
 
@@ -223,11 +224,16 @@ def frame(**columns) -> pd.DataFrame:
     base = {**RunRecord("p", "opt-30b", 48, "a800", "fixed").as_row(), "bottleneck": "disk"}
     base |= {"n_requests": 8, "n_batches": 4, "batch_size": 2, "prompt_len": 512, "max_new": 64}
     out = pd.DataFrame([{**base, "run": str(i), **row} for i, row in enumerate(rows)])
+    sources = ("n_load", "n_project", "n_recompute", "n_cpu", "n_resident")
+    for i, name in enumerate(sources):
+        out[f"{name}_mean"] = [100.0 * (n % (i + 2)) + 1.0 for n in range(len(out))]
     for i, name in enumerate(("prefill_tokens_per_s", "decode_tokens_per_s", "makespan_s")):
         out[name] = [10.0 ** (i + 1) * (1 + n % 5) for n in range(len(out))]
     return out
 
 
+EVERY = sorted(path.stem for path in (CONF / "policy").glob("*.yaml"))
+RIVALS = ["zero-inference", "tightllm", "mixed"]
 VARIANTS = ["tightllm-no-both", "tightllm-no-distributor", "tightllm-no-loader", "tightllm"]
 BASELINES = ["accelerate", "flexgen", "tightllm"]
 FRAMES = {
@@ -239,6 +245,8 @@ FRAMES = {
     "throughput.both": frame(policy=BASELINES, model=["opt-13b", "x"], prompt_len=[512, 2048]),
     "throughput.decode": frame(policy=[*BASELINES, "mine"], workload=["fixed", "finqa"]),
     "throughput.prefill": frame(policy=BASELINES, prompt_len=[700, 1024]),
+    "mixed.decode": frame(model=["opt-13b", "x"], policy=RIVALS, prompt_len=[512, 8192]),
+    "mixed.sources": frame(model=["opt-13b", "x"], policy=RIVALS, prompt_len=[512, 8192]),
     "tasks.completion": frame(policy=BASELINES, workload=["translation", "extraction"]),
     "attribution.decode": frame(policy=BASELINES).assign(**{"override.step": ["1", "2", "3"]}),
     "attribution.prefill": frame(policy=BASELINES).assign(**{"override.step": ["1", "2", "3"]}),
@@ -262,6 +270,38 @@ class TestFigures:
         with pytest.raises(ValueError, match="nothing to draw"):
             draw_figure(name, results, tmp_path, tmp_path / "figure.png")
         assert not (tmp_path / "figure.png").exists()
+
+    def test_all_policies_at_once_have_their_own_lines_and_a_legend_that_fits(self, tmp_path):
+        results = frame(policy=EVERY, prompt_len=[512, 1024, 2048])
+        results.loc[results["prompt_len"] == 2048, "status"] = "oom"
+        throughput.both(results, tmp_path, tmp_path / "figure.png")
+        with style.panels(tmp_path / "legend.png", "all", (1, 1), (4.0, 3.0)) as out:
+            style.legend_below(out.figure, [Line2D([], [], label=name) for name in EVERY])
+            out.figure.draw_without_rendering()
+            (legend,) = out.figure.legends
+            box = legend.get_window_extent()
+            assert 0 <= box.x0 < box.x1 <= out.figure.bbox.width
+            assert out.axes[0][0].get_window_extent().height > 1.8 * out.figure.dpi
+            assert box.y0 >= 0
+
+    def test_mixes_are_gains_over_tightllm_and_the_best_rival(self, tmp_path):
+        results = frame(policy=["zero-inference", "cake", "tightllm", "mixed"], prompt_len=[1, 2])
+        results["decode_tokens_per_s"] = [8.0, np.nan, 3.0, 3.0, 5.0, 4.0, 10.0, 6.0]
+        results.loc[1, "status"] = "oom"
+        table = mixed.throughput(results).set_index("prompt_len")
+        assert list(table)[2:] == ["zero_inference", "cake", "tightllm", "mixed"]
+        assert np.isnan(table.loc[2, "zero_inference"])
+        assert table.loc[1, "mixed"] == 10.0
+        found = mixed.mixes(results, tmp_path).set_index("prompt_len")
+        assert found["over_tightllm"].tolist() == [2.0, 1.5]
+        assert found["over_best_rival"].tolist() == [1.25, 1.5]
+        assert found["best_rival"].tolist() == ["zero-inference", "tightllm"]
+        shares = found[["load_share", "project_share", "recompute_share"]]
+        row = results[(results["policy"] == "mixed") & (results["prompt_len"] == 2)].iloc[0]
+        total = sum(row[name] for name in mixed.SOURCES)
+        assert shares.loc[2, "project_share"] == float(f"{row['n_project_mean'] / total:.4g}")
+        with pytest.raises(ValueError, match="no run of policy mixed"):
+            mixed.mixes(results[results["policy"] != "mixed"], tmp_path)
 
     def test_no_two_runs_share_a_bar_or_a_point(self, tmp_path, monkeypatch):
         drawn = []
@@ -339,9 +379,10 @@ class TestFigures:
 
 
 def grid(experiment: str) -> dict[str, list[str]]:
-    """Swept keys of an experiment and their values."""
-    hydra = composed(f"+experiment={experiment}", with_hydra=True).hydra
-    texts = [f"{name}={value}" for name, value in hydra.sweeper.params.items()]
+    """Keys that an experiment varies, between its jobs and inside them, and their values."""
+    config = composed(f"+experiment={experiment}", with_hydra=True)
+    varied = {**config.hydra.sweeper.params, **(config.grid or {})}
+    texts = [f"{name}={value}" for name, value in varied.items()]
     found = {}
     for override in OverridesParser.create().parse_overrides(texts):
         name = str(override.input_line).partition("=")[0]
@@ -351,6 +392,8 @@ def grid(experiment: str) -> dict[str, list[str]]:
 
 SHRUNK = {  # values to keep instead of the first one, and what makes a run small
     "ablation": ({"policy": 4}, ["model.n_layers=2"]),
+    "ablation-grid": ({"policy": 4}, ["model.n_layers=2"]),
+    "mixed": ({"policy": 8}, ["model.n_layers=2"]),
     "attribution": ({"+step": 9}, ["model.n_layers=2", "workload.batch_size=2"]),
     "memory": ({"workload.batch_size": 2}, []),  # a footprint is of the whole model
     "tasks": ({"policy": 2}, ["model.n_layers=2", "workload.limit=8"]),
@@ -380,9 +423,10 @@ class TestExperiments:
             run_cell(tmp_path / str(i), [f"+experiment={name}", *overrides, *small])
         results = load_sweep(tmp_path)
         assert set(results["status"]) == {"ok"}
-        for figure in composed(
-            f"+experiment={name}", with_hydra=True
-        ).hydra.callbacks.aggregate.figures:
+        aggregate = composed(f"+experiment={name}", with_hydra=True).hydra.callbacks.aggregate
+        for source in aggregate.get("tables", {}).values():
+            assert len(find("tables", source)(results, tmp_path))
+        for figure in aggregate.figures:
             draw_figure(figure, results, tmp_path, tmp_path / f"{figure}.png")
             assert (tmp_path / f"{figure}.png").exists()
 

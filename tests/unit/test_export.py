@@ -9,7 +9,7 @@ from policies.tightllm import TightLLM
 from sim.export import Export, read_export, request_of, write_request
 from sim.job import WorkloadSpec, make_job
 from sim.run import RunSpec
-from tests.policies_table import SMALL, case
+from tests.policies_table import POLICIES, SMALL, case
 
 FIXED = WorkloadSpec("fixed", "fixed", n_batches=2, batch_size=2, prompt_len=8, gen_len=3)
 
@@ -26,6 +26,19 @@ def test_a_request_holds_the_job_of_the_run(tmp_path):
     assert request.blocks == make_job(FIXED, run.model, SMALL, run.policy, 0).blocks
     assert (request.model, request.policy, request.steps_run) == (run.model, run.policy, 1)
     assert request.hardware == SMALL
+
+
+@pytest.mark.parametrize(
+    "name", ["kvpr", "hybridserve", "mixed", "cake", "cpu-attention-half", "zero-inference-cpu"]
+)
+def test_a_request_is_run_as_the_policy_that_was_asked_for(name, tmp_path):
+    run = replace(spec(), policy=POLICIES[name])
+    request = read_request(write_request(run, Export(dir=str(tmp_path))))
+    assert request.policy == run.policy
+    blocks = request.policy.blocks(request.blocks)
+    assert request.policy.place(run.model, SMALL, blocks) == run.policy.place(
+        run.model, SMALL, run.policy.blocks(request.blocks)
+    )
 
 
 def test_the_belief_is_what_the_engine_gets():

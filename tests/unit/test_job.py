@@ -9,6 +9,7 @@ import pytest
 from policies.accelerate import Accelerate
 from policies.errors import Infeasible, OutOfMemory
 from policies.flexgen import FlexGen
+from policies.mixed import Mixed
 from policies.placement import block_kv_bytes
 from policies.plan.memory import check_run
 from policies.spec.workload import Batch, Block
@@ -46,6 +47,19 @@ def test_auto_uses_no_disk():
     smaller = make_job(FIXED, OPT, less, POLICY, 0)
     assert smaller.blocks[0].n_seqs * 2 == plenty.blocks[0].n_seqs
     check_run(OPT, less, POLICY.place(OPT, less, plenty.blocks), POLICY.buffers, plenty.blocks)
+
+
+def test_auto_counts_on_the_smaller_of_kv_and_inputs(monkeypatch):
+    """Layer inputs are half of this model's KV; no plan is tried for a question of memory."""
+    policy = Mixed(solver="dp")
+    kv = block_kv_bytes(OPT, Block(0, (Batch(16, 100),) * 3, 8))
+    weights = sum(OPT.layer_bytes(i) for i in range(OPT.n_layers))
+    tight = replace(SMALL, host_bytes=weights + 0.6 * kv)
+    monkeypatch.setattr(Mixed, "place", lambda *_: pytest.fail("placed"))
+    sizes = [
+        make_job(FIXED, OPT, tight, p, 0).blocks[0].batches[0].n_seqs for p in (policy, POLICY)
+    ]
+    assert sizes == [16, 8]
 
 
 def test_auto_is_one_where_nothing_fits():

@@ -109,8 +109,8 @@ def test_auto_fills_the_gpu_with_whole_layers():
         # With all three layers resident the two slots are not needed.
         expected = 3 if spare >= 1 else resident
         assert sum(w == (ON_GPU, ON_GPU) for w in placement.weights) == expected
-    with pytest.raises(ValueError, match=r"policy\.placement: 'gpu' is neither"):
-        place(OPT, SMALL, [BLOCK], Buffers(), mode="gpu")
+    with pytest.raises(ValueError, match=r"policy\.placement: 'disk' is none of"):
+        place(OPT, SMALL, [BLOCK], Buffers(), mode="disk")
 
 
 def test_bad_buffers():
