@@ -9,15 +9,19 @@ now, and stops being true as soon as something else becomes the bottleneck; memo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
 
 from policies.drive import Policy
+from policies.flexgen import FlexGen
+from policies.hybridserve import HybridServe
+from policies.kvpr import Kvpr
 from policies.spec.factors import with_factors
-from sim.candidates import Space
+from policies.tightllm import TightLLM
+from sim.candidates import Candidate, Space
 from sim.elasticity import Elasticity, Now, elasticity
 from sim.replay import Replay
 from sim.resources import RESOURCES, draw, sigmas
@@ -26,7 +30,7 @@ from sim.search import Bounded, Machine, Objective, Tried, best_first, places_sl
 
 QUANTILES = (0.1, 0.5, 0.9)
 FINER_TRIES = 4  # simulations between the powers of two: their bounds hardly differ
-SLOW_TRIES, SLOW_FINER_TRIES = 3, 2  # where a job takes seconds to place
+SLOW_TRIES, SLOW_FINER_TRIES = 2, 1  # where a job takes seconds to place
 FINER_NEAR = 0.8  # of the best value: policies that other sizes and slices could make the best
 NEAR = 0.5  # of the best value: policies that a little more memory could make the best
 Say = Callable[[str], None]
@@ -122,8 +126,10 @@ def advise(
         for r in ranking
     ]
     near = {r.tried.candidate.name: policies[r.tried.candidate.name] for r in ranking
-            if r.value >= NEAR * ranking[0].value}  # fmt: skip
-    found = Now(machine, bounded, settings.space(near), ranking[0].tried, replays[0])
+            if r.value >= NEAR * ranking[0].value
+            and (r == ranking[0] or not places_slowly(r.tried.candidate.policy))}  # fmt: skip
+    quick = [item for item in bounded if item.candidate.name in near]
+    found = Now(machine, quick, settings.space(near), ranking[0].tried, replays[0])
     elasticities = tuple(
         elasticity(found, name, 1.0 + settings.change, settings.tries) for name in RESOURCES
     )
@@ -153,28 +159,44 @@ def _rank(machine: Machine, bounded: list[Bounded], space: Space) -> tuple[Ranke
     """The best of every policy, by value; the first enumerated of equals first.
 
     Of policies near the best, the most promising batch sizes between the powers of two and then
-    other slices are tried as well, and their candidates appended to ``bounded``.
+    other slices are tried as well, and their candidates appended to ``bounded``. Policies that take
+    long to place a job come last and have a few tries only, one of them the setting that is best
+    for a corner of theirs.
     """
-    found = []
-    for name, policy in space.policies.items():
-        own = [item for item in bounded if item.candidate.name == name]
-        best = best_first(machine, own, limit=SLOW_TRIES if places_slowly(policy) else None)
-        if best is not None and best.value is not None:
-            found.append(best)
-    least = FINER_NEAR * max((tried.value or 0.0 for tried in found), default=0.0)
-    ranked = []
-    for tried in found:
-        best = tried
-        if (tried.value or 0.0) >= least:
-            slow = places_slowly(tried.candidate.policy)
+    slow = [name for name, policy in space.policies.items() if places_slowly(policy)]
+    own: dict[str, list[Bounded]] = {name: [] for name in space.policies}
+    for item in bounded:
+        own[item.candidate.name].append(item)
+    found = {name: best_first(machine, own[name]) for name in own if name not in slow}
+    least = FINER_NEAR * max((t.value or 0.0 for t in found.values() if t), default=0.0)
+    for name, tried in found.items():
+        if tried is not None and (tried.value or 0.0) >= least:
             finer = machine.refine(space, tried)
-            tries = SLOW_FINER_TRIES if slow else FINER_TRIES
-            best = best_first(machine, finer, (tried,), tries) or tried
-            sliced = [] if slow else machine.all_of(space.sliced(best.candidate))
-            best = best_first(machine, sliced, (best,)) or best
+            best = best_first(machine, finer, (tried,), FINER_TRIES) or tried
+            sliced = machine.all_of(space.sliced(best.candidate))
+            found[name] = best_first(machine, sliced, (best,))
             bounded += finer + sliced
-        ranked.append(Ranked(best, best.value or 0.0))
-    return tuple(sorted(ranked, key=lambda item: -item.value))
+    for name in slow:
+        alike = machine.all_of(_like_a_corner(space, name, found.values()))
+        known = best_first(machine, alike)
+        chosen = best_first(machine, own[name], (known,) if known else (), SLOW_TRIES)
+        if chosen is not None and (chosen.value or 0.0) >= least:
+            finer = machine.refine(space, chosen)
+            chosen = best_first(machine, finer, (chosen,), SLOW_FINER_TRIES)
+            bounded += finer
+        found[name] = chosen
+    order = {name: i for i, name in enumerate(space.policies)}
+    ranked = [Ranked(t, t.value) for t in found.values() if t is not None and t.value is not None]
+    return tuple(sorted(ranked, key=lambda r: (-r.value, order[r.tried.candidate.name])))
+
+
+def _like_a_corner(space: Space, name: str, found: Iterable[Tried | None]) -> list[Candidate]:
+    """``mixed`` as the best of its corners is placed and sized."""
+    corners = (TightLLM, Kvpr, HybridServe, FlexGen)
+    values = [t for t in found if t is not None and isinstance(t.candidate.policy, corners)]
+    best_first_of = sorted(values, key=lambda tried: -(tried.value or 0.0))
+    made = (space.like(name, tried.candidate) for tried in best_first_of)
+    return [candidate for candidate in made if candidate is not None][:1]
 
 
 def _why_not(machine: Machine, bounded: list[Bounded]) -> str:

@@ -106,6 +106,17 @@ class Space:
             found.append(replace(candidate, policy=changed, overrides=texts))
         return found
 
+    def like(self, name: str, other: Candidate) -> Candidate | None:
+        """A policy with another's placement and sizes; None where that has percentages."""
+        place = getattr(other.policy, "placement", None)
+        if place is None or getattr(other.policy, "percent", None) is not None:
+            return None
+        if not _knows(self.policies[name], place):
+            return None
+        policy = replace(self.policies[name], placement=place)  # type: ignore[type-var]
+        texts = (f"policy.placement={place}",)
+        return _candidate(name, policy, other.batch_size, other.n_batches, texts)
+
     def by_size(
         self, name: str, n_batches: int, sizes: Sequence[int] = ()
     ) -> Iterator[list[Candidate]]:

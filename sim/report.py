@@ -19,6 +19,7 @@ from policies.cost.flops import exact_recompute_flops, paper_recompute_flops
 from policies.plan.op import Attention
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
+from sim.cached_tokens import sources_text
 from sim.result import RunRecord
 from sim.run import RunSpec
 
@@ -254,6 +255,8 @@ def _decided(model: ModelSpec, record: RunRecord) -> list[Row]:
     if record.solver and record.n_recompute_mean is not None:
         mean = f"{record.n_recompute_mean:,.1f} tokens per batch and decode step, on average"
         rows.append(("recompute", mean))
+    if record.n_load_mean is not None and (record.n_project_mean or not record.solver):
+        rows.append(("cached tokens", sources_text(record)))
     n_ctx = (record.prompt_len or 0) + (record.gen_len or 0) // 2
     exact, paper = (f(model, 1, n_ctx, 1) for f in (exact_recompute_flops, paper_recompute_flops))
     counts = f"{exact / 1e9:.3f} GFLOP exact, {paper / 1e9:.3f} GFLOP by the paper's count"

@@ -79,8 +79,10 @@ def test_readme_has_the_commands_of_the_issue():
     assert len(commands()) >= 5
 
 
-def test_readme_shows_the_output_of_two_commands():
-    assert list(samples()) == ["python -m sim +experiment=ablation", "python -m sim"]
+def test_readme_shows_the_output_of_three_commands():
+    assert list(samples()) == [
+        "python -m sim +experiment=ablation", "python -m sim", "python -m sim +experiment=mixed"
+    ]  # fmt: skip
     for sample in samples().values():
         assert len(sample.splitlines()) > 8
         assert not missing(sample, sample.replace(" ", "  "))

@@ -57,6 +57,27 @@ def test_bars_are_as_long_as_their_shares_in_any_encoding():
         assert full * n + empty * (24 - n) + f" {100 * RECORD.wait_compute:5.1f} %" in line
 
 
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        (
+            {"n_load": 30.0, "n_project": 10.0},
+            "75.0 % KV loaded, 25.0 % projected from layer inputs",
+        ),
+        ({"n_recompute": 1.0, "n_load": 3.0, "solver": ""}, "75.0 % KV loaded, 25.0 % recomputed"),
+        ({"n_cpu": 4.0, "solver": ""}, "100.0 % attended on the CPU"),
+        ({"n_resident": 4.0, "solver": ""}, "100.0 % KV on the GPU"),
+        ({"n_recompute": 1.0, "n_load": 3.0}, None),  # what is recomputed is said above
+        ({"solver": "", "n_load": None}, None),  # nothing decoded
+    ],
+)
+def test_cached_tokens_come_from_somewhere(sources, said):
+    names = ("n_load", "n_project", "n_recompute", "n_cpu", "n_resident")
+    means = {f"{name}_mean": sources.get(name, 0.0) for name in names}
+    text = table(replace(RECORD, **means, solver=sources.get("solver", "gurobi")))
+    assert said in text if said else "cached tokens" not in text
+
+
 def test_both_flop_counts_stand_side_by_side():
     n_ctx = 512 + 3 // 2
     exact = exact_recompute_flops(SPEC.model, 1, n_ctx, 1) / 1e9

@@ -119,6 +119,27 @@ def test_other_slices_are_variants_of_one_candidate():
             assert back == [item.candidate]
 
 
+def test_a_policy_like_another_has_its_placement_and_sizes():
+    found = [item.candidate for item in machine(Objective()).enumerate(SPACE)]
+    for other in found:
+        made = SPACE.like("mixed", other)
+        assert (made is None) == bool(getattr(other.policy, "percent", None))
+        if made is not None:
+            assert made in [c for c in found if c.name == "mixed"] or other.name != "tightllm-dp"
+            assert (made.batch_size, made.n_batches) == (other.batch_size, other.n_batches)
+            assert made.policy.placement == other.policy.placement
+    (some, *_) = (c for c in found if c.policy.placement == "auto")
+    assert SPACE.like("kvpr", some) is None
+
+
+def test_mixed_is_no_worse_than_its_corners_although_it_has_few_tries():
+    ranked = {
+        r.tried.candidate.name: r for r in TestAdvice().advice(settings={"n_samples": 0}).ranking
+    }
+    best = max(ranked[name].value for name in ("tightllm-dp", "kvpr"))  # same placements
+    assert ranked["mixed"].value >= 0.99 * best
+
+
 def test_a_policy_is_placed_only_as_it_can_be():
     found = [item.candidate for item in machine(Objective()).enumerate(SPACE)]
     places = {name: {c.policy.placement for c in found if c.name == name} for name in NAMES}
