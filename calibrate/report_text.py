@@ -22,6 +22,7 @@ def markdown(report: Report) -> str:
         *([f"**Warning**: {report.warning}."] if report.warning else []),
         f"**{'Passed' if report.passed else 'Failed'}**: {len(report.runs)} requests.",
         _table(_verdict_rows(report)),
+        *_other_decisions(report),
         "## Cells",
         _table(_cell_rows(report.runs)),
         "## Ops by kind, all runs",
@@ -32,6 +33,7 @@ def markdown(report: Report) -> str:
         _table(_group_rows(group_errors(keys, lambda k: k.lane))),
         *_misses(report),
         *_differences(report),
+        *_left_out(report),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -46,6 +48,18 @@ def _verdict_rows(report: Report) -> Rows:
         for v in report.verdicts
     ]  # fmt: skip
     return rows
+
+
+def _other_decisions(report: Report) -> list[str]:
+    """How many cells of the verdicts are of runs that decided otherwise; nothing if none are."""
+    n = sum(len(run.cells) for run in report.runs if run.decisions_differ)
+    if not n:
+        return []
+    total = sum(len(run.cells) for run in report.runs)
+    return [
+        f"Cells of runs with other decisions than the simulated ones: {n} of {total}. Medians and "
+        "worst errors above contain them, and any such run fails the report."
+    ]
 
 
 def _cell_rows(runs: Iterable[RunReport]) -> Rows:
@@ -104,7 +118,7 @@ def _misses(report: Report) -> list[str]:
 
 
 def _differences(report: Report) -> list[str]:
-    """Plans and decisions that differ, and folders that could not be compared."""
+    """Runs that are in the tables, though their plans or decisions differ."""
     lines = []
     for run in report.runs:
         c = run.comparison
@@ -114,8 +128,13 @@ def _differences(report: Report) -> list[str]:
                 lines.append(f"- {run.name}: {len(keys)} ops only in the {side} run: {named}")
         if run.decisions_differ:
             lines.append(f"- {run.name}: {run.decisions_differ}")
-    lines += [f"- {u.folder.name}: {u.reason}" for u in report.unusable]
-    return ["## Plans that differ, runs left out", "\n".join(lines)] if lines else []
+    return ["## Plans or decisions that differ", "\n".join(lines)] if lines else []
+
+
+def _left_out(report: Report) -> list[str]:
+    """Folders that could not be compared, which no table has."""
+    lines = [f"- {u.folder.name}: {u.reason}" for u in report.unusable]
+    return ["## Runs left out", "\n".join(lines)] if lines else []
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

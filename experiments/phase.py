@@ -30,7 +30,10 @@ REGIONS = {  # colour, words
     "input+recompute": ("#0072B2", "load layer inputs + recompute"),
     "kv+input": ("#56B4E9", "load KV + layer inputs"),
     "kv": ("#BBBBBB", "load all KV (GPU is the limit)"),
+    "input": ("#FFFFFF", "load layer inputs alone"),
+    "none": ("#000000", "nothing cached"),
 }
+_WITHOUT_AREA = ("input", "none")  # only a dot can have them: one is a line, one needs no tokens
 RATIOS = (1.2e-6, 1.2e-2)  # link bytes per FLOP
 CONTEXTS = (128, 131072)
 TABLE_CONTEXTS = (512, 2048, 8192, 32768)
@@ -215,7 +218,9 @@ def _side(row: Sequence[Axes], block: tuple[str, int], part: pd.DataFrame) -> No
 
 def _legend(results: pd.DataFrame) -> list[Any]:
     handles: list[Any] = [
-        Patch(facecolor=colour, alpha=0.55, label=words) for colour, words in REGIONS.values()
+        Patch(facecolor=colour, alpha=0.55, label=words)
+        for region, (colour, words) in REGIONS.items()
+        if region not in _WITHOUT_AREA
     ]
     veiled = Patch(facecolor=REGIONS["kv+recompute"][0], alpha=0.18, edgecolor="#AAAAAA",
                    label="pale: gains under 1 %")  # fmt: skip

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policies import slots
+from policies.attend_ops import attend_op, head_op, output_ops, project_ops
 from policies.drive import Decision, StepContext
-from policies.plan.op import Attention, Kind, Op, Scope, Slot
+from policies.plan.op import Kind, Op, Scope, Slot
 from policies.slots import Slots
-from policies.step_ops import StepOps, Zigzag
-
-_MIN_SLICE_BYTES = 16 * 2**20  # below this a copy's latency shows
+from policies.step_ops import MIN_SLICE_BYTES, StepOps, Zigzag
 
 
 def turns(on_cpu: tuple[int, ...]) -> tuple[int, ...]:
@@ -45,7 +44,7 @@ def spread(on_cpu: tuple[int, ...], layer_bytes: int, keep_last: bool) -> tuple[
     """
     order = turns(on_cpu)
     n = max(1, len(order) - 1) if keep_last else len(order)
-    pieces = max(1, min(n, layer_bytes // _MIN_SLICE_BYTES))
+    pieces = max(1, min(n, layer_bytes // MIN_SLICE_BYTES))
     slices = [0] * len(order)
     for turn, batch in enumerate(order[:n]):
         slices[batch] = -(-(turn + 1) * pieces // n) - -(-turn * pieces // n)
@@ -109,7 +108,7 @@ class _Step(StepOps):
             for k in first:
                 yield from self.load_kv(self.s + 1, 0, k, self.then)
         for k in self.order:
-            yield self.sample(k)
+            yield head_op(self, k)
 
     def layer(self, i: int) -> Iterator[Op]:
         """The rest of layer i for CPU batches, all of it for the others; weights of the next."""
@@ -161,38 +160,17 @@ class _Step(StepOps):
 
     def attend(self, i: int, k: int) -> Iterator[Op]:
         """Project on the GPU and attend on the CPU."""
-        hidden, projected, queries = slots.hidden(k), self.kv_out(i, k), slots.queries(k)
         yield from self.load_kv(self.s, i, k, self.now)  # what lies on disk
-        reads = (*self.weights(i), hidden)
-        yield self.forward_op(i, k, Scope.QKV, Attention.CPU, reads, (hidden, projected))
-        yield self.act_op(Kind.STORE_ACT, i, k, 2, Scope.QKV, 1, (hidden, projected), (queries,))
+        yield from project_ops(self, i, k, (*self.weights(i), slots.hidden(k)))
         # Stored before the CPU reads the home: behind it, the store would hold up all others.
         yield from self.store(i, k)
-        sources: Slots = (queries, self.host_kv(i, k))
-        if self.kv.disk > 0:
-            sources = (*sources, slots.staging(self.kv_in(self.s, i, k)))
-        yield Op(
-            Kind.CPU_ATTEND,
-            self.g,
-            self.s,
-            i,
-            k,
-            n_seqs=self.batches[k].n_seqs,
-            stop=self.n_ctx[k],
-            n_new=1,
-            n_ctx=self.n_ctx[k],
-            attention=Attention.CPU,
-            reads=sources,
-            writes=(slots.attention_output(k),),
-        )
+        yield attend_op(self, i, k)
 
     def finish(self, i: int, k: int) -> Iterator[Op]:
         """Bring attention's output back and compute the rest of the layer."""
-        hidden, attended = slots.hidden(k), slots.attended(k)
+        hidden = slots.hidden(k)
         reads = (*self.weights(i), hidden)
-        output = (slots.attention_output(k),)
-        yield self.act_op(Kind.LOAD_ACT, i, k, 3, Scope.OUTPUT, 1, output, (attended,))
-        yield self.forward_op(i, k, Scope.OUTPUT, Attention.CPU, (*reads, attended), (hidden,))
+        yield from output_ops(self, i, k, reads)
         yield self.forward_op(i, k, Scope.MLP, self.how.attention, reads, (hidden,))
 
     def store(self, i: int, k: int) -> Iterator[Op]:
@@ -204,19 +182,3 @@ class _Step(StepOps):
                 self.writes.append(op)
             else:
                 yield op
-
-    def sample(self, k: int) -> Op:
-        """The LM head."""
-        hidden = (slots.hidden(k),)
-        return Op(
-            Kind.FORWARD,
-            self.g,
-            self.s,
-            self.n_layers,
-            k,
-            scope=Scope.HEAD,
-            n_seqs=self.batches[k].n_seqs,
-            n_new=1,
-            reads=hidden,
-            writes=hidden,
-        )

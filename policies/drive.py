@@ -13,7 +13,7 @@ from typing import Protocol
 
 from policies.cost.model import CostModel
 from policies.feedback import Refit
-from policies.homes import Held, Homes, Source
+from policies.homes import Homes, Source
 from policies.placement import Placement
 from policies.plan.memory import Buffers
 from policies.plan.op import Kind, Op
@@ -97,11 +97,6 @@ class StepContext:
         """Tokens that have a home, per batch: the first so many."""
         return tuple(homes.n_stored for homes in self.homes)
 
-    def ranges(self, batch: int) -> tuple[Held, ...]:
-        """Ranges that tile ``[0, n_stored)`` of a batch: what its homes hold."""
-        homes = self.homes[batch]
-        return tuple(homes.ranges(0, homes.n_stored))
-
     def n_from(self, source: Source, batch: int, decision: Decision) -> int:
         """Tokens of a batch that this step takes from homes of KV, or from those of inputs."""
         start, stop = decision.n_front[batch], self.n_ctx()[batch] - decision.n_recompute[batch]
@@ -154,6 +149,10 @@ class Backend(Protocol):
         ...
 
 
+IN_FLIGHT = 2
+"""Steps of a closed loop that an executor has at once: one computes, the next one's ops are known.
+"""
+
 Observer = Callable[[int, int, Decision], None]
 
 Ended = Callable[[int, int], Iterable[tuple[Op, Span]]]
@@ -187,7 +186,7 @@ def drive_steps(
 
     A step is to be used up before the next is asked for. When step s is, the decision of step s+1
     is taken. A policy whose ``feedback`` is true then believes what ``ended`` shows of steps up to
-    s-2, those that an executor has behind it if it keeps two steps in flight. Without ``ended`` its
+    s-2, those that an executor has behind it with ``IN_FLIGHT`` steps. Without ``ended`` its
     loop stays open.
     """
     refit = Refit(belief) if ended is not None and wants_feedback(policy) else None
@@ -197,7 +196,7 @@ def drive_steps(
         now = policy.decide(_context(0, block, belief, homes, memo))
         for step in range(block.max_new):
             if refit is not None and ended is not None:
-                found = refit.add(ended(block.index, step - 2))
+                found = refit.add(ended(block.index, step - IN_FLIGHT))
                 if found is not belief:
                     belief, memo = found, {}
             ctx = _context(step, block, belief, homes, memo)

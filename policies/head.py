@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import log2
 from typing import NamedTuple
 
 from policies.cost.kvpr import kvpr_split
@@ -31,10 +32,9 @@ Inputs = tuple[tuple[int, ...], ...]
 Place = Callable[[Sequence[Block], Inputs], Placement]
 
 _GRID = 16  # shares of the first round
-_NEAR = 1.05  # bounds within 5 % of the least may belong to the best plan
 _ROUNDS = 2  # further rounds, each twice as fine around the best
 _ALIKE = 1.002  # predicted steps within 0.2 % are alike
-_BUCKET = 64  # tokens: blocks whose lengths fall into the same buckets share a choice
+_PER_OCTAVE = 3  # lengths in an octave: blocks of about the same lengths share a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,9 @@ class HeadSearch:
         known: dict[object, float] = {}
         out = []
         for block in blocks:
-            sizes = tuple((b.n_seqs, b.prompt_len // _BUCKET) for b in block.batches)
-            key = (sizes, block.max_new // _BUCKET)
+            mean = sum(b.prompt_len for b in block.batches) / len(block.batches)
+            sizes = tuple(b.n_seqs for b in block.batches)
+            key = (sizes, round(_PER_OCTAVE * log2(mean)), round(_PER_OCTAVE * log2(block.max_new)))
             if key not in known:
                 known[key] = self.share(replace(block, index=0))
             out.append(heads_of(block, known[key]))
@@ -61,9 +62,9 @@ class HeadSearch:
     def share(self, block: Block) -> float:
         """The best share of a block's tokens, from 0 to 1; 0 where nothing is decoded.
 
-        Shares whose bound is nearly the least are compared by a predicted step in the middle of
-        the generation, because no schedule overlaps perfectly. Of steps that are alike the one that
-        computes least is taken: it is the safer one if the belief is wrong.
+        The share of least bound and those of other policies are compared by a predicted step in
+        the middle of the generation, because no schedule overlaps perfectly. Of steps that are
+        alike the one that computes least is taken: it is the safer one if the belief is wrong.
         """
         if block.max_new < 2:
             return 0.0
@@ -71,9 +72,9 @@ class HeadSearch:
         least = min(bounds.values())
         if least == float("inf"):
             return 0.0  # fits nowhere; the memory plan says so
-        near = [share for share in bounds if bounds[share] <= _NEAR * least]
-        best = min(near, key=lambda share: (bounds[share], share))
-        tried = sorted({min(near), best, max(near), *self.corners(block)})
+        best = min(bounds, key=lambda share: (bounds[share], share))
+        fitting = (share for share in self.corners(block) if bounds[share] < float("inf"))
+        tried = sorted({best, *fitting})
         if len(tried) == 1:
             return tried[0]
         found = {share: self._predicted(block, share) for share in tried}
@@ -93,13 +94,12 @@ class HeadSearch:
 
         tried = [i / _GRID for i in range(_GRID + 1)]
         gap = 1.0 / _GRID
-        for share in self.corners(block):
-            seconds(share)
         for _ in range(_ROUNDS):
             best = min(tried, key=seconds)  # of equal ones the least
             gap /= 2
             tried = [share for share in (best - gap, best, best + gap) if 0 <= share <= 1]
-        min(tried, key=seconds)
+        for share in (*tried, *self.corners(block)):
+            seconds(share)
         return seen
 
     def _predicted(self, block: Block, share: float) -> tuple[float, float]:

@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from policies.cost.model import CostModel
-from policies.drive import Decision, StepContext, with_inputs
-from policies.head import Inputs, heads_of, kvpr_share, token_seconds
+from policies.drive import Decision, StepContext
+from policies.fixed_head import SCHEDULE, decide_head, place_heads
+from policies.head import kvpr_share
 from policies.placement import Placement
-from policies.plan.memory import Buffers, place
+from policies.plan.memory import Buffers
 from policies.plan.op import Op
 from policies.schedule import zigzag
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Block
-from policies.step_ops import Zigzag
-
-_SCHEDULE = Zigzag(input_slots=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class Kvpr:
     @property
     def buffers(self) -> Buffers:
         """Double buffers of whole layers, of KV and of layer inputs."""
-        return _SCHEDULE.buffers
+        return SCHEDULE.buffers
 
     def blocks(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """Blocks as given."""
@@ -52,26 +49,12 @@ class Kvpr:
         self, model: ModelSpec, hardware: HardwareProfile, blocks: Sequence[Block]
     ) -> Placement:
         """By ``placement``, with the heads of the linear program."""
-
-        def placed(inputs: Inputs) -> Placement:
-            return place(model, hardware, blocks, self.buffers, mode=self.placement, inputs=inputs)
-
-        belief = CostModel(model, hardware, placed(()))
-        return placed(tuple(self._heads(belief, block) for block in blocks))
-
-    def _heads(self, belief: CostModel, block: Block) -> tuple[int, ...]:
-        if block.max_new < 2:
-            return (0,) * len(block.batches)
-        return heads_of(block, kvpr_share(token_seconds(belief, block)))
+        return place_heads(model, hardware, blocks, self.placement, kvpr_share)
 
     def decide(self, ctx: StepContext) -> Decision:
         """Nothing is recomputed; the next layer's weights move, uncut, while batch 0 computes."""
-        n = ctx.n_batches
-        heads = ctx.placement.inputs[ctx.block.index]
-        return with_inputs(
-            Decision((0,) * n, (1,) + (0,) * (n - 1)), heads, ctx.n_stored, ctx.n_ctx()
-        )
+        return decide_head(ctx)
 
     def step(self, ctx: StepContext, now: Decision, then: Decision | None) -> Iterator[Op]:
         """One step of the zig-zag schedule without fences."""
-        return zigzag(ctx, now, then, _SCHEDULE)
+        return zigzag(ctx, now, then, SCHEDULE)

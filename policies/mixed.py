@@ -76,7 +76,7 @@ class Mixed:
 
     def decide(self, ctx: StepContext) -> Decision:
         """By integer program, given what the homes hold."""
-        return self.planner.decide(ctx, ctx.placement.inputs[ctx.block.index])
+        return self.planner.decide(ctx, ctx.placement.heads(ctx.block))
 
     def step(self, ctx: StepContext, now: Decision, then: Decision | None) -> Iterator[Op]:
         """One step of the zig-zag schedule."""

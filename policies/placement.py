@@ -66,10 +66,13 @@ class Placement:
                 f"placement.inputs: {len(self.inputs)} blocks, must be the {len(self.kv)} of kv"
             )
 
+    def heads(self, block: Block) -> tuple[int, ...]:
+        """Tokens of each of a block's batches whose homes hold layer inputs."""
+        return self.inputs[block.index] if self.inputs else (0,) * len(block.batches)
+
     def home_bytes(self, model: ModelSpec, block: Block) -> tuple[int, int]:
         """Bytes of a block's homes at its longest: of KV, and of layer inputs."""
-        inputs = self.inputs[block.index] if self.inputs else (0,) * len(block.batches)
-        return home_bytes(model, block, inputs)
+        return home_bytes(model, block, self.heads(block))
 
     def weight_bytes(self, model: ModelSpec, layer: int, scope: Scope, tier: str) -> int:
         """Bytes of a layer's weights (or its attention or MLP) whose home is ``tier``."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policies import slots
+from policies.attend_ops import attend_op, head_op, output_ops, project_ops
 from policies.drive import Decision, StepContext
 from policies.plan.op import Attention, Kind, Op, Scope
 from policies.slots import THREAD, Slots
@@ -87,19 +88,7 @@ class _Step(StepOps):
             if pending is not None:
                 yield from self.store_kv(*pending)
                 pending = None
-            hidden = (slots.hidden(k),)
-            yield Op(
-                Kind.FORWARD,
-                self.g,
-                self.s,
-                self.n_layers,
-                k,
-                scope=Scope.HEAD,
-                n_seqs=self.batches[k].n_seqs,
-                n_new=1,
-                reads=hidden,
-                writes=hidden,
-            )
+            yield head_op(self, k)
             if self.how.fence:
                 yield self.fence(self.n_layers, k)
 
@@ -143,31 +132,6 @@ class _Step(StepOps):
 
     def attend_on_cpu(self, layer: int, k: int, reads: Slots) -> Iterator[Op]:
         """Project on the GPU, attend where the KV lies, bring the output back."""
-        hidden, projected = slots.hidden(k), self.kv_out(layer, k)
-        queries, output = slots.queries(k), slots.attention_output(k)
-        attended = slots.attended(k)
-        sources: Slots = (self.host_kv(layer, k),)
-        if self.kv.disk > 0:
-            read = slots.staging(self.kv_in(self.s, layer, k))
-            sources = (*sources, read)
-        on_cpu = Attention.CPU
-        yield self.forward_op(layer, k, Scope.QKV, on_cpu, reads, (hidden, projected))
-        yield self.act_op(
-            Kind.STORE_ACT, layer, k, 2, Scope.QKV, 1, (hidden, projected), (queries,)
-        )
-        yield Op(
-            Kind.CPU_ATTEND,
-            self.g,
-            self.s,
-            layer,
-            k,
-            n_seqs=self.batches[k].n_seqs,
-            stop=self.n_ctx[k],
-            n_new=1,
-            n_ctx=self.n_ctx[k],
-            attention=on_cpu,
-            reads=(queries, *sources),
-            writes=(output,),
-        )
-        yield self.act_op(Kind.LOAD_ACT, layer, k, 3, Scope.OUTPUT, 1, (output,), (attended,))
-        yield self.forward_op(layer, k, Scope.OUTPUT, on_cpu, (*reads, attended), (hidden,))
+        yield from project_ops(self, layer, k, reads)
+        yield attend_op(self, layer, k)
+        yield from output_ops(self, layer, k, reads)

@@ -18,6 +18,7 @@ from policies.plan.memory import Buffers
 from policies.plan.op import Attention, Kind, Op, Scope, Slot
 from policies.slots import DISK_WEIGHTS, THREAD, Slots
 
+MIN_SLICE_BYTES = 16 * 2**20  # of a layer's weights: below this a copy's latency shows
 RELAY_BYTES = 4 * 2**31  # FlexGen: four copy threads, each with a pinned relay buffer of 2 GiB
 
 

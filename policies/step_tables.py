@@ -11,8 +11,8 @@ from policies.drive import StepContext
 from policies.homes import Homes, Source
 from policies.plan.op import Attention, Kind, Lane, Op, Scope
 from policies.slot_problem import SlotProblem
+from policies.step_ops import MIN_SLICE_BYTES
 
-_MIN_SLICE_BYTES = 16 * 2**20  # below this a copy's latency shows
 _SHARES = 64  # of the context that may be recomputed alike by all batches
 _MOVES = {
     Source.KV: (Kind.READ_KV, Kind.LOAD_KV),
@@ -42,7 +42,7 @@ class StepTables:
         self.n_slices = 0
         if size:
             wanted = n_slices or 4 * ctx.n_batches
-            self.n_slices = max(1, min(wanted, size // _MIN_SLICE_BYTES))
+            self.n_slices = max(1, min(wanted, size // MIN_SLICE_BYTES))
 
     def sliced(self, candidates: tuple[tuple[int, ...], ...]) -> SlotProblem:
         """Pieces of the layer's weights are free to move in any slot."""

@@ -13,15 +13,13 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 
 from policies.cost.protocol import Costs
-from policies.drive import Ended
+from policies.drive import IN_FLIGHT, Ended
 from policies.plan.link import Linker
 from policies.plan.op import LANE_OF, Lane, Op
 from policies.trace.span import Span
 from real.fed_lanes import FedRunner
 from real.lanes import Clock, Run
 from real.scan import Scan, check_within, extend
-
-IN_FLIGHT = 2  # steps
 
 Plan = Callable[[Ended], Iterator[Iterable[Op]]]
 """Steps of a plan, each to be used up before the next is asked for."""

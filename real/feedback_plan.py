@@ -140,9 +140,7 @@ class _Forced(_Decider):
         none = (0,) * ctx.n_batches
         tails = ctx.n_ctx() if self._whole(ctx.block.index, ctx.step) else none
         decision = Decision(tails, (self._slices(ctx), *none[1:]))
-        inputs = ctx.placement.inputs
-        heads = inputs[ctx.block.index] if inputs else none
-        return with_inputs(decision, heads, ctx.n_stored, ctx.n_ctx())
+        return with_inputs(decision, ctx.placement.heads(ctx.block), ctx.n_stored, ctx.n_ctx())
 
     def _slices(self, ctx: StepContext) -> int:
         if self._n_slices is not None:

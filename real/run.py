@@ -92,21 +92,7 @@ def run_request(request: RunRequest, options: Options, arenas: Arenas) -> Iterat
     placement = request.policy.place(request.model, request.machine, blocks)
     costs = CostModel(request.model, request.machine, placement)
     decided: list[tuple[int, int, Decision]] = []
-    dtype = DTYPES[request.dtype]
-    setup = Setup(
-        model=request.model,
-        placement=placement,
-        blocks=blocks,
-        dtype=dtype,
-        device=options.device,
-        source=Random(request.seed, dtype, options.device),
-        prompts=random_prompts(request),
-        gpu_bytes=cap_gpu(request, options.device),
-        disk_dir=options.disk_dir,
-        poison=options.poison,
-        delay_seed=options.delay_seed,
-    )
-    backend = RealBackend(setup, costs, arenas)
+    backend = RealBackend(_setup(request, options, placement, blocks), costs, arenas)
     try:
         check_run(request.model, request.machine, placement, request.policy.buffers, blocks)
         if options.device.type == "cuda":
@@ -146,6 +132,26 @@ def run_request(request: RunRequest, options: Options, arenas: Arenas) -> Iterat
         yield RunResult(base | {"status": "oom", "reason": str(error), **facts})
     finally:
         backend.close()
+
+
+def _setup(
+    request: RunRequest, options: Options, placement: Placement, blocks: tuple[Block, ...]
+) -> Setup:
+    """What the engine runs; limits the allocator to the request's cap."""
+    dtype = DTYPES[request.dtype]
+    return Setup(
+        model=request.model,
+        placement=placement,
+        blocks=blocks,
+        dtype=dtype,
+        device=options.device,
+        source=Random(request.seed, dtype, options.device),
+        prompts=random_prompts(request),
+        gpu_bytes=cap_gpu(request, options.device),
+        disk_dir=options.disk_dir,
+        poison=options.poison,
+        delay_seed=options.delay_seed,
+    )
 
 
 def cap_gpu(request: RunRequest, device: torch.device) -> int | None:
@@ -221,8 +227,8 @@ def _times(trace: Trace, request: RunRequest, blocks: Sequence[Block]) -> dict[s
 def h2d_rates(trace: Trace) -> list[list[float | None]]:
     """Bytes over busy time of H2D for each step of each block, prefill first; None: it was idle.
 
-    A link is slower for seconds at a time where a host is shared, by 5 to 8 % on an H200, whichever
-    memory the copies come from. This is where such a phase shows; only repeats tell its cost.
+    A link is slower for seconds at a time where a host is shared, whichever memory the copies come
+    from. This is where such a phase shows; only repeats tell its cost.
     """
     moved: dict[int, dict[int, tuple[int, float]]] = {}
     for span in trace.spans:

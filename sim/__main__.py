@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -131,8 +132,9 @@ def _job(spec: RunSpec) -> Job | None:
 def _break_even(spec: RunSpec, job: Job) -> BreakEven:
     """Of the block with most tokens."""
     blocks = spec.policy.blocks(job.blocks)
-    placement = spec.policy.place(spec.model, spec.hardware, blocks)
-    largest = max(blocks, key=lambda block: block.n_seqs * block.max_tokens)
+    most = max(blocks, key=lambda block: block.n_seqs * block.max_tokens)
+    largest = replace(most, index=0)
+    placement = spec.policy.place(spec.model, spec.hardware, (largest,))
     attention = spec.policy.buffers.attention
     return break_even(spec.model, spec.hardware, placement, largest, attention)
 

@@ -13,12 +13,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from simpy import Event
 
 from policies.cost.protocol import Costs
+from policies.drive import IN_FLIGHT
 from policies.plan.link import LinkedOp, Linker
 from policies.plan.op import LANE_OF, Lane, Op
 from policies.trace.span import Span, Trace
-from sim.engine import LaneRun, checked_seconds, span_of
-
-IN_FLIGHT = 2  # steps
+from sim.engine import LaneRun, linked_seconds, span_of
 
 
 class ClosedLoopBackend:
@@ -81,7 +80,7 @@ class ClosedLoopBackend:
                 item = linker.link(op)
                 self.linked.append(item)
                 self._open.append(item.index)
-                run.add((item,), (checked_seconds(self._costs, item, item.index + 1),))
+                run.add((item,), (linked_seconds(self._costs, item, item.index + 1),))
                 piece[LANE_OF[op.kind]].append(item.index)
             if not piece[Lane.COMPUTE]:
                 raise ValueError(f"steps: step {len(computes)} computes nothing")

@@ -9,11 +9,10 @@ Only ops that somebody waits for get an event, so an op costs one timeout and a 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from math import inf
 
 from simpy import Environment, Event
 
-from policies.cost.protocol import Costs
+from policies.cost.protocol import Costs, checked_seconds
 from policies.plan.link import LinkedOp, link
 from policies.plan.op import LANE_OF, Lane, Op
 from policies.trace.span import Span, Trace
@@ -68,7 +67,7 @@ class SimBackend:
     def run_linked(self, linked: Iterable[LinkedOp]) -> Trace:
         """The same for a plan that is linked already; ``Stalled`` if it waits in a circle."""
         self.linked = list(linked)
-        seconds = [checked_seconds(self._costs, item, len(self.linked)) for item in self.linked]
+        seconds = [linked_seconds(self._costs, item, len(self.linked)) for item in self.linked]
         run = LaneRun(self._duplex, self._progress)
         run.add(self.linked, seconds)
         for lane, positions in run.lanes.items():
@@ -89,11 +88,9 @@ def span_of(op: Op, start_s: float, end_s: float, costs: Costs) -> Span:
     return Span(op.key, op.kind, LANE_OF[op.kind], start_s, end_s, nbytes, flops)
 
 
-def checked_seconds(costs: Costs, item: LinkedOp, n_ops: int) -> float:
+def linked_seconds(costs: Costs, item: LinkedOp, n_ops: int) -> float:
     """Seconds of an op; ``ValueError`` if they are no time or it waits for an op not there."""
-    seconds = float(costs.seconds(item.op))
-    if not 0.0 <= seconds < inf:
-        raise ValueError(f"seconds: {seconds} for op {item.op.key}, must be finite and >= 0")
+    seconds = checked_seconds(costs, item.op)
     for dep in item.deps:
         if not 0 <= dep < n_ops:
             raise ValueError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.cost.protocol import Costs
+from policies.cost.protocol import Costs, checked_seconds
 from policies.plan.op import LANE_OF, Lane, Op
 from policies.trace.attribution import Category
 from policies.trace.span import Span, Trace
@@ -28,7 +28,6 @@ from sim.arrays import (
     new_state,
 )
 from sim.kernel import run_block
-from sim.prices import checked_seconds
 from sim.program import plain_program
 
 NARROWEST = 1024

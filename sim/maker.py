@@ -34,7 +34,9 @@ class TemplateMaker:
     def __init__(self, policy: Policy, cutter: Cutter, families: Families) -> None:
         self._policy, self._cutter, self._families = policy, cutter, families
         buffers = policy.buffers
-        turns = (buffers.weight_slots, buffers.kv_in_slots, buffers.kv_out_slots)
+        turns = (
+            buffers.weight_slots, buffers.kv_in_slots, buffers.kv_out_slots, buffers.input_slots,
+        )  # fmt: skip
         self._period = lcm(*(max(1, n) for n in turns))
         self._cuts: dict[bool, bool] = {}  # whether cutting is right in prefill, in decode
         self._counts: dict[bool, bool] = {}  # whether counting is

@@ -115,7 +115,10 @@ def phase_case(config: Mapping[str, object], overrides: Collection[str]) -> Phas
 
 
 def phase_record(case: PhaseCase) -> PhaseRecord:
-    """Shares, times and gains of the first decode step, priced at the last measured GEMM rate."""
+    """Shares, times and gains of the first decode step.
+
+    Rates: H2D without its latency, and the last measured GEMM rate.
+    """
     link, flops_per_s = case.hardware.h2d.bytes_per_s, case.hardware.gemm.y[-1]
     work = layer_work(
         case.model,

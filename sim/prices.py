@@ -8,11 +8,10 @@ an op with exactly these numbers, where of a range of tokens only the length cou
 from __future__ import annotations
 
 from dataclasses import fields
-from math import inf
 
 import numpy as np
 
-from policies.cost.protocol import Costs
+from policies.cost.protocol import Costs, checked_seconds
 from policies.placement import Shares
 from policies.plan.op import Op
 from sim.arrays import Floats, Longs
@@ -94,11 +93,3 @@ def _values(own: list[Longs]) -> list[Row]:
     if len(own) == 1:
         return [*own[0].tolist()]
     return [*zip(*(numbers.tolist() for numbers in own), strict=True)]
-
-
-def checked_seconds(costs: Costs, op: Op) -> float:
-    """Seconds of an op; ``ValueError`` if they are not finite and >= 0."""
-    seconds = float(costs.seconds(op))
-    if not 0.0 <= seconds < inf:
-        raise ValueError(f"seconds: {seconds} for op {op.key}, must be finite and >= 0")
-    return seconds

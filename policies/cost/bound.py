@@ -146,7 +146,7 @@ def _decode_lanes(
     """
     steps, middle = block.max_new - 1, block.max_new // 2
     stretches = [(middle, steps)]
-    if costs.placement.inputs and any(costs.placement.inputs[block.index]):
+    if any(costs.placement.heads(block)):
         marks = sorted({1 + i * steps // _STRETCHES for i in range(_STRETCHES)} | {block.max_new})
         stretches = [(first, end - first) for first, end in pairwise(marks)]
     lanes = [0.0] * 5

@@ -185,8 +185,7 @@ def phase_cost(
 
     weights_s, disk_s = move(Kind.LOAD_WEIGHT), move(Kind.READ_WEIGHT)
     kv_s = store_s = compute_s = cpu_s = 0.0
-    booked = costs.placement.inputs
-    heads = booked[block.index] if booked else (0,) * len(block.batches)
+    heads = costs.placement.heads(block)
     for (batch, head), times in Counter(zip(block.batches, heads, strict=True)).items():
         n_ctx = batch.prompt_len + step - 1 if step else 0
         again = min(n_recompute, n_ctx)

@@ -24,11 +24,6 @@ class KvprSplit:
     step_s: float
     load_all_s: float
 
-    @property
-    def reduction(self) -> float:
-        """Share of the time with all KV loaded that the split saves."""
-        return 1.0 - self.step_s / self.load_all_s if self.load_all_s else 0.0
-
 
 def kvpr_step_s(
     n_project: int,

@@ -14,7 +14,6 @@ from policies.cost.flops import attention_pair_flops, gemm_flops, projection_ele
 from policies.cost.three_sources import Mix, TokenSeconds, three_sources
 from policies.placement import ACT_BYTES_PER_ELEM
 from policies.plan.op import Scope
-from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 
 
@@ -140,23 +139,3 @@ def layer_work(
         n_ctx=n_ctx,
         n_seqs=n_batches * batch_size,
     )
-
-
-def three_sources_of(
-    model: ModelSpec,
-    hardware: HardwareProfile,
-    n_ctx: int,
-    n_batches: int,
-    batch_size: int,
-    *,
-    resident: bool = False,
-    attention: bool = True,
-    base_s: float | None = None,
-) -> Mix:
-    """Best mix for a model on a machine: H2D rate without its latency, last measured GEMM rate.
-
-    ``base_s`` are the seconds of one layer of the new tokens of all batches, where they are known
-    better than by their FLOPs (decode reads weights and KV from GPU memory).
-    """
-    work = layer_work(model, n_ctx, n_batches, batch_size, resident=resident, attention=attention)
-    return work.mix(hardware.h2d.bytes_per_s, hardware.gemm.y[-1], base_s)

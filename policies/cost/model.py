@@ -28,9 +28,8 @@ _N_KERNELS = {
 _UNFUSED_EXTRA_KERNELS = 6
 _PROJECT_EXTRA_KERNELS = 2  # norm and GEMM over loaded layer inputs
 # Passes over queries and keys to rotate them: two products of the first half, two of the second,
-# each with its reads and write, and the first half copied back. Halves of heads are strided, and
-# kernels over them reach 36 % of the HBM rate (1.5 TB/s on an H200).
-_ROPE_PASSES = 6 / 0.36
+# each with its reads and write, and the first half copied back.
+_ROPE_PASSES = 6
 # Passes over the score matrix through HBM: written by the first product, read and written by mask
 # and by softmax, read by the second product.
 _SCORE_PASSES = 6

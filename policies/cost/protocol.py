@@ -6,6 +6,7 @@ A policy's belief and the plant that the simulator charges both have this shape.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Protocol
 
 from policies.plan.op import Op
@@ -25,3 +26,11 @@ class Costs(Protocol):
     def flops(self, op: Op) -> float:
         """Floating-point operations, a multiply-add counted as two; 0 if it computes nothing."""
         ...
+
+
+def checked_seconds(costs: Costs, op: Op) -> float:
+    """Seconds of an op; ``ValueError`` if they are not finite and >= 0."""
+    seconds = float(costs.seconds(op))
+    if not 0.0 <= seconds < inf:
+        raise ValueError(f"seconds: {seconds} for op {op.key}, must be finite and >= 0")
+    return seconds

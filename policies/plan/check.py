@@ -254,8 +254,7 @@ class PlanChecker:
 def _booked(placement: Placement, block: Block) -> list[tuple[int, int]]:
     """Tokens of each batch that homes of KV and homes of layer inputs have room for."""
     longest = [batch.prompt_len + block.max_new - 1 for batch in block.batches]
-    inputs = placement.inputs[block.index] if placement.inputs else (0,) * len(longest)
-    return [(most - n, n) for most, n in zip(longest, inputs, strict=True)]
+    return [(most - n, n) for most, n in zip(longest, placement.heads(block), strict=True)]
 
 
 def checked(

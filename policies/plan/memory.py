@@ -83,8 +83,8 @@ def block_pools(
     kv = placement.kv[block.index]
     per_layer = model.kv_bytes_per_token_layer
     kv_bytes, input_bytes = placement.home_bytes(model, block)
-    inputs = placement.inputs[block.index] if placement.inputs else (0,) * len(block.batches)
-    most_inputs = max(b.n_seqs * n for b, n in zip(block.batches, inputs, strict=True))
+    heads = placement.heads(block)
+    most_inputs = max(b.n_seqs * n for b, n in zip(block.batches, heads, strict=True))
     one_batch = buffers.input_slots * most_inputs * model.d_model * ACT_BYTES_PER_ELEM
     full = max(b.n_seqs * (b.prompt_len + block.max_new - 1) for b in block.batches) * per_layer
     hidden = sum(b.n_seqs * b.prompt_len for b in block.batches) * model.d_model

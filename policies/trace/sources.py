@@ -80,9 +80,8 @@ def mean_sources(
 def inputs_share(blocks: Sequence[Block], placement: Placement) -> float:
     """Share of the tokens with a booked home that are kept as layer inputs, over all blocks."""
     kept = booked = 0
-    for i, block in enumerate(blocks):
-        heads = placement.inputs[i] if placement.inputs else (0,) * len(block.batches)
-        for batch, head in zip(block.batches, heads, strict=True):
+    for block in blocks:
+        for batch, head in zip(block.batches, placement.heads(block), strict=True):
             kept += batch.n_seqs * head
             booked += batch.n_seqs * (batch.prompt_len + block.max_new - 1)
     return kept / booked

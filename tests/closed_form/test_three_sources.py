@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 
 from policies.cost.balance import n_recompute_closed_form
 from policies.cost.kappa import kappa_of
-from policies.cost.layer_work import layer_work, three_sources_of
+from policies.cost.layer_work import layer_work
 from policies.cost.model import CostModel
 from policies.cost.three_sources import TokenSeconds, three_sources, without_overlap
 from policies.placement import ON_GPU, Placement
@@ -233,15 +233,15 @@ def test_sides_of_a_mix_are_what_an_h200_took(n_ctx, shares):
     compute_s, link_s = sides(token, n, 64, work.weight_bytes / link, base_s)
     allowed = 0.01 if link_s > compute_s else 0.1
     assert 12e3 * max(compute_s, link_s) == pytest.approx(PROBE[n_ctx, shares], rel=allowed)
-    best = three_sources_of(model("opt-30b"), hardware, n_ctx, 4, 16, base_s=base_s)
+    best = work.mix(link, flops, base_s)
     assert best.step_s <= max(compute_s, link_s)
     assert best.region == "input+recompute"
 
 
 def test_the_best_mix_that_the_probe_found_is_the_best():
     """2048 tokens: 653 ms with 5 % recomputed and the rest projected, 1.65x over loading all."""
-    base_s = probe_base_s(2048)
-    best = three_sources_of(model("opt-30b"), machine("h200"), 2048, 4, 16, base_s=base_s)
+    work, hardware = layer_work(model("opt-30b"), 2048, 4, 16), machine("h200")
+    best = work.mix(hardware.h2d.bytes_per_s, hardware.gemm.y[-1], probe_base_s(2048))
     assert best.shares == pytest.approx((0.0, 0.95, 0.05), abs=0.01)
     assert 12e3 * best.step_s == pytest.approx(653, rel=0.01)
     assert best.gain_over_load_all == pytest.approx(1079 / 653, rel=0.01)

@@ -29,8 +29,26 @@ def count_of(n: int, most: int) -> int:
     return min(n, most) if n >= 0 else max(0, most + n)
 
 
+class StandIn:
+    """What policies of tests share: blocks as given, and buffers for layer inputs."""
+
+    __slots__ = ()
+
+    @property
+    def how(self) -> Zigzag:
+        """The schedule: whole layers, pinned, double buffers."""
+        return Zigzag(input_slots=2)
+
+    @property
+    def buffers(self) -> Buffers:
+        return self.how.buffers
+
+    def blocks(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
+        return tuple(blocks)
+
+
 @dataclass(frozen=True, slots=True)
-class FixedMix:
+class FixedMix(StandIn):
     """Sources by step, whatever the machine.
 
     ``n_inputs[s]`` of the tokens that step s stores are stored as layer inputs, ``n_recompute[s]``
@@ -49,15 +67,7 @@ class FixedMix:
 
     @property
     def how(self) -> Zigzag:
-        """The schedule: whole layers, pinned, double buffers."""
-        return Zigzag(attention=Attention(self.attention), input_slots=2)
-
-    @property
-    def buffers(self) -> Buffers:
-        return self.how.buffers
-
-    def blocks(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        return tuple(blocks)
+        return Zigzag(input_slots=2, attention=Attention(self.attention))
 
     def place(
         self, model: ModelSpec, hardware: HardwareProfile, blocks: Sequence[Block]

@@ -17,18 +17,17 @@ import pytest
 import torch
 
 from policies.cost.model import CostModel
-from policies.drive import Decision, StepContext, drive_steps, with_inputs
+from policies.drive import IN_FLIGHT, Decision, StepContext, drive_steps, with_inputs
 from policies.mixed import Mixed
 from policies.placement import Placement
 from policies.plan.link import link
-from policies.plan.memory import Buffers, place
+from policies.plan.memory import place
 from policies.plan.op import LANE_OF, Lane, Op
 from policies.run_request import RunRequest
 from policies.schedule import zigzag
 from policies.spec.hardware import HardwareProfile, Link
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
-from policies.step_ops import Zigzag
 from policies.tightllm import TightLLM
 from policies.trace.check import check_causality, check_clock, check_keys
 from policies.trace.metrics import metrics
@@ -38,6 +37,7 @@ from real.geometry import Geometry
 from real.lanes import HostClock
 from real.scan import check_within, envelope, scan
 from tests.lossless.engine import FAMILIES, JOBS, in_dtype, job, overflowing, run
+from tests.lossless.mixes import StandIn
 from tests.lossless.test_every_policy import check, plain
 from tests.policies_table import OPT, SMALL
 
@@ -53,7 +53,7 @@ CLOSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fickle:
+class Fickle(StandIn):
     """Tails and slices at random, whatever is believed; a head of each sequence as inputs."""
 
     seed: int = 0
@@ -61,17 +61,6 @@ class Fickle:
     n_slices: int = 1
     feedback: bool = True
     name: str = "fickle"
-
-    @property
-    def how(self) -> Zigzag:
-        return Zigzag(input_slots=2)
-
-    @property
-    def buffers(self) -> Buffers:
-        return self.how.buffers
-
-    def blocks(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        return tuple(blocks)
 
     def place(
         self, model: ModelSpec, hardware: HardwareProfile, blocks: Sequence[Block]
@@ -178,7 +167,7 @@ def test_times_of_planning_are_kept_for_every_step() -> None:
     loop = outcome.backend.loop
     assert loop is not None
     n_steps = sum(block.max_new for block in LONG.blocks)
-    assert len(loop.host_s) == len(loop.late_s()) == n_steps - closed_loop.IN_FLIGHT
+    assert len(loop.host_s) == len(loop.late_s()) == n_steps - IN_FLIGHT
     assert all(seconds > 0 for seconds in loop.host_s)
     assert all(0 <= late < outcome.trace.makespan_s for late in loop.late_s())
     outcome.backend.close()

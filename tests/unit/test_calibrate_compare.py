@@ -13,6 +13,7 @@ from calibrate import __main__ as command
 from calibrate.compare import compare, decode_bound
 from calibrate.replay import DECISIONS, REQUEST, RESULT, TRACE, replay
 from calibrate.report import Tolerance, make_report, write_report
+from calibrate.report_text import markdown
 from policies.accelerate import Accelerate
 from policies.drive import Policy
 from policies.plan.op import Kind, Lane
@@ -116,6 +117,10 @@ def test_other_plans_and_decisions_are_reported(tmp_path: Path) -> None:
     assert run.comparison.only_sim == (key,)
     assert "'n_recompute': 77" in run.decisions_differ
     assert not report.passed
+    text = markdown(report)
+    assert "other decisions than the simulated ones: 2 of 2." in text
+    assert "## Plans or decisions that differ" in text
+    assert "## Runs left out" not in text
 
 
 def test_a_cut_run_is_compared_over_its_steps(tmp_path: Path) -> None:

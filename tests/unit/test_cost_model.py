@@ -116,6 +116,9 @@ def test_projection_is_a_norm_and_a_gemm():
     more_s = costs().seconds(projecting) - costs().seconds(plain)
     assert more_s == pytest.approx(norm_s + gemm_s, rel=1e-9)
     assert costs().flops(projecting) - costs().flops(plain) == 2 * rows * 2 * d * d
+    rotary = costs(replace(OPT, learned_positions=0))
+    turned_s = rotary.seconds(projecting) - rotary.seconds(plain) - more_s
+    assert turned_s == pytest.approx(6 * rows * d * 2 / SMALL.hbm_bytes_per_s, rel=1e-6)
 
 
 def test_a_front_attends_to_itself_alone():
@@ -134,7 +137,7 @@ def test_rotary_positions_and_gates_cost_passes():
         return costs(model).seconds(forward(scope, n_new=4000, n_ctx=0))
 
     turned_s = seconds(rotary, Scope.QKV) - seconds(OPT, Scope.QKV)
-    passes = 6 / 0.36 * 2 * OPT.n_heads * OPT.head_dim
+    passes = 6 * 2 * OPT.n_heads * OPT.head_dim
     assert turned_s == pytest.approx(rows * passes * 2 / SMALL.hbm_bytes_per_s, rel=1e-6)
     gemms_s = 3 * seconds(OPT, Scope.MLP) / 2  # three matrices for two, and as many passes
     d, f = OPT.d_model, OPT.d_ffn

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from policies.cost.model import CostModel
-from policies.drive import Decision, drive, drive_steps
+from policies.drive import IN_FLIGHT, Decision, drive, drive_steps
 from policies.plan.link import link
 from policies.plan.op import LANE_OF, Kind, Lane, Op
 from policies.spec.workload import Batch, Block
 from policies.trace.check import check_causality, check_clock, check_keys
 from policies.trace.span import Span, Trace
-from real.closed_loop import IN_FLIGHT, ClosedLoop
+from real.closed_loop import ClosedLoop
 from real.fed_lanes import FedRunner
 from real.geometry import Geometry
 from real.lanes import LaneRunner
