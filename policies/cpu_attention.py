@@ -2,9 +2,9 @@
 
 Their KV never crosses the link; queries go out and attention's output comes back. As in FlexGen's
 ``cpu_cache_compute`` the CPU attends over KV in host memory, and as in NEO (MLSys 2025) only part
-of the sequences goes there, as many as are hidden behind what the others need (runtimes.md section
-1). What readers get wrong: how fast the CPU is decides how many, not whether. Its memory is read
-while the link is busy with weights and with the KV of the others.
+of the sequences goes there, as many as are hidden behind what the others need. What readers get
+wrong: how fast the CPU is decides how many, not whether. Its memory is read while the link is busy
+with weights and with the KV of the others.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 DeepSpeed fetches the parameters of coming layers while the current one computes and needs no
 synchronisation of its own; KV stays in GPU memory, or it lies in host memory and is attended there
-by the CPU (``--kv-offload``; runtimes.md section 1). What readers get wrong: a layer's weights move
-once for all sequences of a step, so a larger batch costs the link nothing, and GPU memory, where
-the KV is, sets the limit. Host memory is pinned here, which DeepSpeed leaves off by default.
+by the CPU (``--kv-offload``). What readers get wrong: a layer's weights move once for all sequences
+of a step, so a larger batch costs the link nothing, and GPU memory, where the KV is, sets the
+limit. Host memory is pinned here, which DeepSpeed leaves off by default.
 """
 
 from __future__ import annotations

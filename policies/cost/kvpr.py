@@ -1,6 +1,6 @@
 """KVPR's split: how many tokens at the head are projected from layer inputs, the rest loaded.
 
-arXiv 2411.17089; papers.md section 4. Two schedules, and what readers get wrong is that they are
+arXiv 2411.17089 (ACL Findings 2025). Two schedules, and what readers get wrong is that they are
 different programs: with the weights resident (row by row) the inputs come first and are projected
 while the *rest of the KV* arrives, so their load is never hidden; with the weights streamed (column
 by column) batches follow each other and projection hides behind *everything* on the link. Both are
