@@ -6,6 +6,7 @@ of memory has a cross at the bottom edge, not a gap that reads like a missing ru
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -116,6 +117,8 @@ def _cross_out(axes: Axes, lost: list[tuple[float, str]], policies: list[str]) -
     height: dict[float, int] = {}
     most = max(sum(1 for other, _ in lost if other == n) for n, _ in lost)
     low, high = axes.get_ylim()
+    if not (math.isfinite(low) and math.isfinite(high) and 0 < low < high):
+        low, high = 0.1, 10.0  # nothing was drawn: every policy failed here
     pitch = min(0.07, _CROSSES / most)
     share = 0.02 + pitch * most  # of the height, kept free of lines
     axes.set_ylim(low * (low / high) ** (share / (1.0 - share)), high)

@@ -19,7 +19,7 @@ from policies.cost.model import CostModel
 from policies.drive import StepContext
 from policies.errors import OutOfMemory
 from policies.homes import Homes
-from policies.placement import Placement
+from policies.placement import ACT_BYTES_PER_ELEM, Placement
 from policies.plan.memory import check_run
 from policies.plan.op import Kind, Op, Scope
 from policies.planner import Planner
@@ -71,7 +71,9 @@ class HeadSearch:
         bounds = self._bounds(block)
         least = min(bounds.values())
         if least == float("inf"):
-            return 0.0  # fits nowhere; the memory plan says so
+            inputs = self.model.d_model * ACT_BYTES_PER_ELEM
+            small = inputs < self.model.kv_bytes_per_token_layer
+            return float(small)  # it fits nowhere: as little as may be, and the memory plan says so
         best = min(bounds, key=lambda share: (bounds[share], share))
         fitting = (share for share in self.corners(block) if bounds[share] < float("inf"))
         tried = sorted({best, *fitting})

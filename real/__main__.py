@@ -157,7 +157,7 @@ def _generate(arguments: argparse.Namespace, console: Console) -> int:
             )
         else:
             prompts.append(list(tokenizer.encode(str(record["prompt"])).ids))
-    size = arguments.batch_size or min(len(prompts), 8)
+    size = min(len(prompts), 8) if arguments.batch_size is None else arguments.batch_size
     options = _options(arguments)
     request = RunRequest(
         name="generate",

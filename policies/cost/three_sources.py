@@ -7,8 +7,8 @@ than two of them. What readers get wrong: whether layer inputs are worth anythin
 on the machine. Compute rate and link rate stretch the plane along its axes and move no point across
 a chord, so that is decided by the model (and, with attention counted, the context) alone.
 
-Conditions, those of ``policies.cost.balance`` but for the weights: all batches alike; constant rates per
-token (no HBM floor but the one in ``base_s``, no latency); the work of a token does not depend on
+Conditions, those of ``policies.cost.balance`` but for the weights: batches alike; constant rates
+per token (no HBM floor but that in ``base_s``, no latency); the work of a token does not depend on
 which others are recomputed; link and GPU overlap fully over the layer's time, which the weights of
 the next layer share; every token has the home that its source needs. Tokens are real numbers.
 """
