@@ -230,6 +230,10 @@ def _fail(
         names[group] = str(part.get("name", "")) if isinstance(part, Mapping) else ""
         if group == "model" and isinstance(part, Mapping) and part.get("from_hf") is None:
             layers = part.get("n_layers")
+    for override in overrides:  # the settings may be those before a cell's own
+        group, _, choice = override.lstrip("+").partition("=")
+        if group in names and choice:
+            names[group] = choice
     record = RunRecord(
         policy=names["policy"],
         model=names["model"],

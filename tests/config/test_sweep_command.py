@@ -51,6 +51,9 @@ def test_cells_of_a_job_are_rows_and_a_failed_one_stops_nothing(tmp_path):
     table = (tmp_path / "out" / "results.csv").read_text().splitlines()
     assert len(table) == 9
     assert table[1].startswith("0/0,")
+    other = sweep(tmp_path, *SMALL, "grid={policy: 'flexgen,nope'}", "hydra.sweep.dir=other")
+    assert other.returncode == 1
+    assert [row["policy"] for row in results(tmp_path / "other").values()] == ["flexgen", "nope"]
     again = sweep(tmp_path, *SMALL, "hydra.sweep.dir=out")
     assert again.returncode == 2
     assert again.stderr.startswith("error: out: holds a sweep already; sweep.resume=out")

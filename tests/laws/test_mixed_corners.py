@@ -100,7 +100,7 @@ def jobs(draw) -> Block:
     return Block(0, batches, draw(st.sampled_from([3, 5, 8])))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(model=models(), hardware=machines(), block=jobs())
 def test_mixed_is_never_slower_than_its_corners(model, hardware, block):
     try:
