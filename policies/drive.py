@@ -109,7 +109,19 @@ class StepContext:
         return tuple(b.prompt_len + s - 1 if s else 0 for b in self.block.batches)
 
 
-class Policy(Protocol):
+class Decider(Protocol):
+    """What the generation loop asks of a policy."""
+
+    def decide(self, ctx: StepContext) -> Decision:
+        """The decision for step ``ctx.step``."""
+        ...
+
+    def step(self, ctx: StepContext, now: Decision, then: Decision | None) -> Iterator[Op]:
+        """Ops of one step under ``now``; ``then`` is the next step's decision, if there is one."""
+        ...
+
+
+class Policy(Decider, Protocol):
     """A way to run an offloaded job."""
 
     @property
@@ -130,14 +142,6 @@ class Policy(Protocol):
         self, model: ModelSpec, hardware: HardwareProfile, blocks: Sequence[Block]
     ) -> Placement:
         """Homes of weights, KV and activations for a run over these blocks."""
-        ...
-
-    def decide(self, ctx: StepContext) -> Decision:
-        """The decision for step ``ctx.step``."""
-        ...
-
-    def step(self, ctx: StepContext, now: Decision, then: Decision | None) -> Iterator[Op]:
-        """Ops of one step under ``now``; ``then`` is the next step's decision, if there is one."""
         ...
 
 
@@ -176,7 +180,7 @@ def drive(
 
 
 def drive_steps(
-    policy: Policy,
+    policy: Decider,
     blocks: Sequence[Block],
     belief: CostModel,
     observe: Observer = lambda _block, _step, _decision: None,
@@ -210,7 +214,7 @@ def drive_steps(
                 now = then
 
 
-def wants_feedback(policy: Policy) -> bool:
+def wants_feedback(policy: Decider) -> bool:
     """Whether a policy's belief is to be re-fitted: ``feedback``, for those that have it."""
     return bool(getattr(policy, "feedback", False))
 

@@ -68,14 +68,15 @@ class HeadSearch:
         """
         if block.max_new < 2:
             return 0.0
-        bounds = self._bounds(block)
+        corners = self.corners(block)
+        bounds = self._bounds(block, corners)
         least = min(bounds.values())
         if least == float("inf"):
             inputs = self.model.d_model * ACT_BYTES_PER_ELEM
             small = inputs < self.model.kv_bytes_per_token_layer
             return float(small)  # it fits nowhere: as little as may be, and the memory plan says so
         best = min(bounds, key=lambda share: (bounds[share], share))
-        fitting = (share for share in self.corners(block) if bounds[share] < float("inf"))
+        fitting = (share for share in corners if bounds[share] < float("inf"))
         tried = sorted({best, *fitting})
         if len(tried) == 1:
             return tried[0]
@@ -84,8 +85,8 @@ class HeadSearch:
         alike = [share for share in tried if found[share][0] <= _ALIKE * shortest]
         return min(alike, key=lambda share: (found[share][1], share))
 
-    def _bounds(self, block: Block) -> dict[float, float]:
-        """Seconds of one layer over the decode steps under perfect overlap, by share."""
+    def _bounds(self, block: Block, corners: tuple[float, ...]) -> dict[float, float]:
+        """Seconds of one layer over the decode steps under perfect overlap, by share tried."""
         seen: dict[float, float] = {}
         costs: dict[object, CostModel] = {}
 
@@ -100,7 +101,7 @@ class HeadSearch:
             best = min(tried, key=seconds)  # of equal ones the least
             gap /= 2
             tried = [share for share in (best - gap, best, best + gap) if 0 <= share <= 1]
-        for share in (*tried, *self.corners(block)):
+        for share in (*tried, *corners):
             seconds(share)
         return seen
 
@@ -130,7 +131,9 @@ class HeadSearch:
         except OutOfMemory:
             return float("inf")
         key = (placement.weights, placement.kv)
-        belief = costs.setdefault(key, CostModel(self.model, self.hardware, placement))
+        if key not in costs:
+            costs[key] = CostModel(self.model, self.hardware, placement)
+        belief = costs[key]
         last = block.max_new - 1
         steps = sorted({1, (1 + last) // 2, last})
         weights = {1: (1.0,), 2: (0.5, 0.5), 3: (1 / 6, 4 / 6, 1 / 6)}[len(steps)]

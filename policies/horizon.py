@@ -7,12 +7,12 @@ plan of a shorter model is run through the recurrence of ``plan.predict`` with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
 from policies.cost.model import CostModel
-from policies.drive import Decision, StepContext, stored_after, with_inputs
+from policies.drive import Decision, StepContext, drive_steps, with_inputs
 from policies.homes import Homes
 from policies.plan.link import link
 from policies.plan.op import Kind, Op
@@ -58,7 +58,7 @@ class Horizon:
             return self._few_steps_s(decision)
         step = self.ctx.step
         steps = (step,) if self.ctx.is_prefill else (step, step + 1)
-        held = [self._at(decision, s) for s in (*steps, steps[-1] + 1)]
+        held = [self.at(decision, s) for s in (*steps, steps[-1] + 1)]
         plan = []
         for s, now, then in zip(steps, held, held[1:], strict=False):
             ctx = self._context(s, now)
@@ -69,21 +69,8 @@ class Horizon:
 
     def _few_steps_s(self, decision: Decision) -> float:
         """Mean seconds of a decode step where edges count: the whole block is run."""
-        block = self.ctx.block
-        homes = (Homes(),) * self.ctx.n_batches
-        now = self._at(decision, 0)
-        plan: list[Op] = []
-        for step in range(block.max_new):
-            ctx = replace(self.ctx, step=step, homes=homes)
-            then = None
-            if not ctx.is_last:
-                then = self._at(decision, step + 1)
-                then = with_inputs(then, self.heads, ctx.n_stored, ctx.n_ctx(step + 1))
-            plan.extend(zigzag(ctx, now, then, self.schedule))
-            if then is not None:
-                homes = stored_after(homes, ctx.n_ctx(step + 1), then)
-                now = then
-        ends = self._ends(plan)
+        held, block = _Held(self, decision), self.ctx.block
+        ends = self._ends(chain.from_iterable(drive_steps(held, [block], self.ctx.belief)))
         steps = range(1, block.max_new)
         return sum(self._length_s(ends, step) for step in steps) / len(steps)
 
@@ -105,7 +92,7 @@ class Horizon:
             length_s += (self.depth - layers) * inner / (layers - 3)
         return length_s
 
-    def _at(self, decision: Decision, step: int) -> Decision:
+    def at(self, decision: Decision, step: int) -> Decision:
         """The decision as ``step`` takes it."""
         tails = whole_tails(decision.n_recompute, self.context, self.ctx.n_ctx(step))
         return replace(decision, n_recompute=tails)
@@ -115,6 +102,22 @@ class Horizon:
         # Steps before decided the same, too: each step stores one token, not all of the prompt.
         reach = zip(self.heads, ctx.n_ctx(), decision.n_recompute, strict=True)
         return replace(ctx, homes=tuple(Homes.headed(head, n - n_r) for head, n, n_r in reach))
+
+
+class _Held:
+    """Decides the same in every step."""
+
+    def __init__(self, horizon: Horizon, decision: Decision) -> None:
+        self._horizon, self._decision = horizon, decision
+
+    def decide(self, ctx: StepContext) -> Decision:
+        """The decision, as the step takes it."""
+        now = self._horizon.at(self._decision, ctx.step)
+        return with_inputs(now, self._horizon.heads, ctx.n_stored, ctx.n_ctx())
+
+    def step(self, ctx: StepContext, now: Decision, then: Decision | None) -> Iterator[Op]:
+        """One step of the schedule."""
+        return zigzag(ctx, now, then, self._horizon.schedule)
 
 
 def whole_tails(

@@ -51,7 +51,7 @@ class Planner:
         key = (ctx.is_prefill, sizes, context, held, kv)
         decision = known = ctx.memo.get(key)
         if decision is None:
-            decision = self._solve(ctx, context, heads)
+            decision, _ = self._solve(ctx, self._tables(ctx, context, heads))
             ctx.memo[key] = Decision(decision.n_recompute, decision.slices, decision.solver)
         n_recompute = whole_tails(decision.n_recompute, context, ctx.n_ctx())
         spent = decision.solve_s if known is None else 0.0
@@ -66,11 +66,9 @@ class Planner:
 
     def predicted(self, ctx: StepContext, heads: tuple[int, ...]) -> tuple[float, float]:
         """Predicted seconds of step ``ctx.step``, were the homes ``heads``, and of its compute."""
-        context = tuple(map(self._bucket, ctx.n_ctx()))
-        decision = self._solve(ctx, context, heads)
-        tables = self._tables(ctx, context, heads)
-        compute_s = sum(tables.compute_s(b, n) for b, n in enumerate(decision.n_recompute))
-        return Horizon(self.schedule, ctx, heads, context).step_s(decision), compute_s
+        tables = self._tables(ctx, tuple(map(self._bucket, ctx.n_ctx())), heads)
+        decision, step_s = self._solve(ctx, tables)
+        return step_s, sum(tables.compute_s(b, n) for b, n in enumerate(decision.n_recompute))
 
     def _tables(
         self, ctx: StepContext, context: tuple[int, ...], heads: tuple[int, ...]
@@ -80,10 +78,9 @@ class Planner:
             serial_links=self.serial_links,
         )  # fmt: skip
 
-    def _solve(
-        self, ctx: StepContext, context: tuple[int, ...], heads: tuple[int, ...]
-    ) -> Decision:
-        tables = self._tables(ctx, context, heads)
+    def _solve(self, ctx: StepContext, tables: StepTables) -> tuple[Decision, float]:
+        """The best decision and the predicted seconds of its step."""
+        context = tables.context
         longest = context if self.distributor else (0,) * len(context)
         whole = tuple(1 if b == 0 else 0 for b in range(ctx.n_batches))
         options: list[Solution] = []
@@ -102,9 +99,10 @@ class Planner:
             if self.loader and tables.n_slices:
                 even = _evenly(tables.n_slices, ctx.n_batches)
                 decisions.append(Decision(tables.even_tails(), even, options[0].solver))
-        horizon = Horizon(self.schedule, ctx, heads, context)
-        best = min(decisions, key=horizon.step_s)
-        return Decision(best.n_recompute, best.slices, best.solver, spent)
+        horizon = Horizon(self.schedule, ctx, tables.heads, context)
+        predicted = [(horizon.step_s(decision), decision) for decision in decisions]
+        step_s, best = min(predicted, key=lambda found: found[0])
+        return Decision(best.n_recompute, best.slices, best.solver, spent), step_s
 
 
 def _evenly(n_slices: int, n_batches: int) -> tuple[int, ...]:

@@ -36,13 +36,8 @@ class StepTables:
     ) -> None:
         self.ctx, self.context, self.heads = ctx, context, heads
         self.attention, self.serial_links = attention, serial_links
-        model, placement = ctx.model, ctx.placement
         self.layer = ctx.belief.heaviest_layer()
-        size = placement.streamed_bytes(model, self.layer, Scope.LAYER)
-        self.n_slices = 0
-        if size:
-            wanted = n_slices or 4 * ctx.n_batches
-            self.n_slices = max(1, min(wanted, size // MIN_SLICE_BYTES))
+        self.n_slices = n_slices_of(ctx, n_slices)
 
     def sliced(self, candidates: tuple[tuple[int, ...], ...]) -> SlotProblem:
         """Pieces of the layer's weights are free to move in any slot."""
@@ -143,3 +138,10 @@ class StepTables:
     def _weight_s(self, kind: Kind, n_parts: int) -> float:
         g, s = self.ctx.block.index, self.ctx.step
         return self.ctx.belief.seconds(Op(kind, g, s, self.layer, n_parts=n_parts))
+
+
+def n_slices_of(ctx: StepContext, wanted: int | None) -> int:
+    """Pieces of a layer's weights: ``wanted``, or four a batch, none too small; 0 if none move."""
+    layer = ctx.belief.heaviest_layer()
+    size = ctx.placement.streamed_bytes(ctx.model, layer, Scope.LAYER)
+    return max(1, min(wanted or 4 * ctx.n_batches, size // MIN_SLICE_BYTES)) if size else 0

@@ -12,10 +12,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from policies.cost.model import CostModel
-from policies.drive import Decision, Ended, Observer, Policy, StepContext, drive_steps, with_inputs
-from policies.plan.op import Attention, Op
+from policies.drive import (
+    Decider,
+    Decision,
+    Ended,
+    Observer,
+    Policy,
+    StepContext,
+    drive_steps,
+    with_inputs,
+)
+from policies.plan.op import Op
 from policies.run_request import RunRequest
-from policies.step_tables import StepTables
+from policies.step_tables import n_slices_of
 
 
 @dataclass(slots=True)
@@ -79,13 +88,13 @@ class FeedbackPlan:
         ended: Ended | None = None,
     ) -> Iterator[Iterator[Op]]:
         blocks = self.request.policy.blocks(self.request.blocks)
-        return drive_steps(policy, blocks, self.belief, observe, ended)  # type: ignore[arg-type]
+        return drive_steps(policy, blocks, self.belief, observe, ended)
 
 
-class _Decider:
+class _Wrapped:
     """The part of a policy that the generation loop uses."""
 
-    def __init__(self, policy: Policy | _Decider) -> None:
+    def __init__(self, policy: Decider) -> None:
         self.policy = policy
 
     def decide(self, ctx: StepContext) -> Decision:
@@ -97,14 +106,14 @@ class _Decider:
         return self.policy.step(ctx, now, then)
 
 
-class _Kept(_Decider):
+class _Kept(_Wrapped):
     """A policy without the steps behind ``last`` (by block); it counts the beliefs it is asked
     under. The decision of the step after the last one says what the last one stores.
     """
 
     feedback = True
 
-    def __init__(self, policy: Policy | _Decider, last: dict[int, int]) -> None:
+    def __init__(self, policy: Decider, last: dict[int, int]) -> None:
         super().__init__(policy)
         self._last = last
         self._belief: CostModel | None = None
@@ -124,7 +133,7 @@ class _Kept(_Decider):
             yield from (op for op in super().step(ctx, now, then) if op.step <= last)
 
 
-class _Forced(_Decider):
+class _Forced(_Wrapped):
     """A policy's steps with whole tails where ``whole(block, step)``, with none elsewhere.
 
     ``n_slices`` null: as many pieces of a layer's weights as its loader makes.
@@ -145,9 +154,4 @@ class _Forced(_Decider):
     def _slices(self, ctx: StepContext) -> int:
         if self._n_slices is not None:
             return self._n_slices
-        none = (0,) * ctx.n_batches
-        wanted = getattr(self.policy, "n_slices", None)
-        tables = StepTables(
-            ctx, none, none, attention=Attention.FUSED, n_slices=wanted, serial_links=False
-        )
-        return max(1, tables.n_slices)
+        return max(1, n_slices_of(ctx, getattr(self.policy, "n_slices", None)))

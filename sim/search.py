@@ -147,8 +147,10 @@ class Machine:
         model, hardware, policy = self.base.model, self.hardware, candidate.policy
         job = self.job(candidate)
         blocks = policy.blocks(job.blocks)
-        places: Iterable[Placement] = possible_placements(policy, model, hardware, blocks)
-        if not places_slowly(policy):
+        places: Iterable[Placement]
+        if places_slowly(policy):
+            places = possible_placements(policy, model, hardware, blocks)
+        else:
             places = (self.placed(candidate),)
         if not any(self._fits(policy, placement, blocks) for placement in places):
             self.n_unfit += 1

@@ -23,6 +23,7 @@ from policies.cost.model import CostModel
 from policies.cpu_attention import CpuAttention
 from policies.drive import Policy
 from policies.flexgen import FlexGen
+from policies.placement import Placement
 from policies.plan.op import Attention
 from policies.spec.workload import Block
 from policies.zero_inference import ZeroInference
@@ -54,11 +55,8 @@ def run_bound(policy: Policy, costs: CostModel, blocks: Sequence[Block]) -> RunB
     """The bound of ``blocks``, as ``policy.blocks`` gives them, under ``costs.placement``."""
     prefill_s = decode_s = makespan_s = tpot_weight = 0.0
     tpot_seqs = 0
-    shapes = Counter((b.batches, b.max_new, costs.placement.kv[b.index]) for b in blocks)
-    first = {(b.batches, b.max_new, costs.placement.kv[b.index]): b for b in reversed(blocks)}
     attention, recompute = policy.buffers.attention, may_recompute(policy)
-    for shape, times in shapes.items():
-        block = first[shape]
+    for block, times in alike(costs.placement, blocks):
         steps = block.max_new - 1
         stores = not recompute and steps > 0
         before = phase_cost(costs, block, 0, attention, stores=stores)
@@ -77,6 +75,14 @@ def run_bound(policy: Policy, costs: CostModel, blocks: Sequence[Block]) -> RunB
             lanes = tuple(a + b for a, b in zip(lanes, decode, strict=True))
         makespan_s += times * max(*lanes, first_s + later_s)
     return RunBound(prefill_s, decode_s, makespan_s, tpot_weight / tpot_seqs if tpot_seqs else None)
+
+
+def alike(placement: Placement, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
+    """The first block of every shape, and how many are of it."""
+    shapes = [(block.batches, block.max_new, placement.kv[block.index]) for block in blocks]
+    counts = Counter(shapes)
+    first = dict(zip(reversed(shapes), reversed(blocks), strict=True))
+    return [(first[shape], times) for shape, times in counts.items()]
 
 
 def _fenced(policy: Policy, costs: CostModel, block: Block) -> tuple[float, float] | None:

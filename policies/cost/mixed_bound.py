@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.cost.bound import RunBound
+from policies.cost.bound import RunBound, alike
 from policies.cost.breakeven import phase_cost
 from policies.cost.model import CostModel
 from policies.drive import Policy
@@ -63,10 +63,7 @@ def mixed_bound(
     costs = CostModel(model, hardware, placement)
     prefill_s = decode_s = tpot_weight = 0.0
     tpot_seqs = 0
-    shapes = Counter((block.batches, block.max_new, placement.kv[block.index]) for block in blocks)
-    first = {(b.batches, b.max_new, placement.kv[b.index]): b for b in reversed(blocks)}
-    for shape, times in shapes.items():
-        block = first[shape]
+    for block, times in alike(placement, blocks):
         steps = block.max_new - 1
         prefill_s += times * phase_cost(costs, block, 0, Attention.FUSED, stores=False).bound_s
         if steps:
