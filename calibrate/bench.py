@@ -22,10 +22,15 @@ from calibrate.nvml import Nvml
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from real.arena import HostArena
+
 Call = Callable[[int], object]
 
 _MAX_CALLS = 100  # of one repeat: all are queued at once, and a CUDA queue holds 1024
 _COVER_S = 40e-6  # longest issue of one call that a kernel in front has to cover
+_GEMMS_S, _GEMMS_SHARE = 1e-3, 3.0  # GEMMs before a call: least seconds, least share of its own
+_MAX_AMID = 10  # calls of a repeat amid GEMMs
+_BESIDE_BYTES = 64 * 2**20  # of each H2D copy beside another call
 _COVER_HZ = 2e9  # clock of that kernel; a lower one only covers longer
 
 
@@ -64,6 +69,7 @@ class Bench:
         self.rng = np.random.default_rng(seed)
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._arenas: dict[str, Tensor] = {}
+        self._mapped: dict[str, HostArena] = {}
         self.nvml: Nvml | None = None
         if self.is_cuda:
             uuid = getattr(torch.cuda.get_device_properties(0), "uuid", "")
@@ -83,9 +89,12 @@ class Bench:
     def arena(self, name: str, nbytes: int) -> Tensor:
         """At least ``nbytes`` of bytes, kept between points.
 
-        Its name says where: ``device*``, ``pinned*`` or ``pageable*``.
+        Its name says where: ``device*``, ``pinned*`` or ``pageable*``. Host memory is mapped,
+        touched and pinned as the engine does it: how it was come by decides how fast it is copied.
         """
         import torch
+
+        from real.arena import HostArena
 
         held = self._arenas.get(name)
         if held is None or held.numel() < nbytes:
@@ -94,7 +103,8 @@ class Bench:
                 held = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             else:
                 pin = self.is_cuda and name.startswith("pinned")
-                held = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+                mapped = self._mapped.setdefault(name, HostArena(pinned=pin))
+                held = mapped.allocate({name: nbytes})[name]
             held = self._arenas[name] = _fill(held)
         return held
 
@@ -102,6 +112,12 @@ class Bench:
         """Bytes that arenas whose names start with one of ``kinds`` hold: a case may reuse them."""
         held = (a.numel() for name, a in self._arenas.items() if name.startswith(kinds))
         return float(sum(held))
+
+    def close(self) -> None:
+        """Give back all arenas."""
+        self._arenas.clear()
+        for mapped in self._mapped.values():
+            mapped.close()
 
     def release(self) -> None:
         """Give back what no arena holds."""
@@ -142,6 +158,43 @@ class Bench:
         n = max(1, min(_MAX_CALLS, math.ceil(self.min_s / once)))
         return [self._queue(call, n, once) for _ in range(self.n_repeats)]
 
+    def amid_gemms(self, call: Call) -> list[float]:
+        """Device seconds of one call between GEMMs, mean over a few; one number a repeat.
+
+        GEMMs take most of a layer's time and hold the device at its power limit. What runs between
+        them runs at the clocks that they leave, up to a fifth below those that it would have alone.
+        """
+        if not self.is_cuda:
+            return self.kernel(call)
+        import torch
+        from torch.nn.functional import linear
+
+        for i in range(2):
+            call(i)
+        weight, tokens = self.random(4096, 4096), self.random(4096, 4096)
+
+        def gemm(_: int) -> object:
+            return linear(tokens, weight)
+
+        gemm(0)
+        once, gemm_s = self._wall(call), self._wall(gemm)
+        n_gemms = math.ceil(max(_GEMMS_S, _GEMMS_SHARE * once) / gemm_s)
+        n = max(1, min(_MAX_AMID, math.ceil(self.min_s / once)))
+        for i in range(math.ceil(self.heat_s / gemm_s)):
+            gemm(i)
+        repeats = []
+        for _ in range(self.n_repeats):
+            marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(n)]
+            for i, (before, after) in enumerate(marks):
+                for j in range(n_gemms):
+                    gemm(j)
+                before.record()
+                call(i)
+                after.record()
+            torch.cuda.synchronize()
+            repeats.append(sum(a.elapsed_time(b) for a, b in marks) * 1e-3 / n)
+        return repeats
+
     def copy(self, call: Call) -> list[float]:
         """Seconds between an event before and one after each of some queued copies."""
         call(0)
@@ -167,10 +220,43 @@ class Bench:
     def blocking(self, call: Call, least_s: float = 0.0) -> list[float]:
         """Host seconds until a call's effect is there; one number a call, over ``least_s``."""
         call(0)
-        once = self._wall(call)
-        most = 20 if least_s <= self.min_s else 60
-        n = max(self.n_repeats, min(most, math.ceil(max(self.min_s, least_s) / once)))
+        n = self._n_blocking(self._wall(call), least_s)
         return [self._wall(call, i) for i in range(n)]
+
+    def beside_h2d(self, call: Call, least_s: float = 0.0) -> list[float]:
+        """The same of a call of the CPU alone, while H2D copies read host memory at full rate."""
+        if not self.is_cuda:
+            return self.blocking(call, least_s)
+        import torch
+
+        source, target = (
+            self.arena(f"{kind} beside", _BESIDE_BYTES) for kind in ("pinned", "device")
+        )
+        stream = torch.cuda.Stream()
+
+        def copies(n: int) -> None:
+            with torch.cuda.stream(stream):
+                for _ in range(n):
+                    target[:_BESIDE_BYTES].copy_(source[:_BESIDE_BYTES], non_blocking=True)
+
+        copies(1)
+        one_s = self._wall(lambda _: copies(1))
+        call(0)
+        once = self._wall(call)
+        n_copies = math.ceil(2 * once / one_s) + 1
+        taken: list[float] = []
+        while len(taken) < self._n_blocking(once, least_s):
+            copies(n_copies)
+            taken.append(_timed(call, len(taken)))
+            if stream.query():  # the copies ended first: the call was not beside them
+                taken.pop()
+                n_copies *= 2
+            self.sync()
+        return taken
+
+    def _n_blocking(self, once_s: float, least_s: float) -> int:
+        most = 20 if least_s <= self.min_s else 60
+        return max(self.n_repeats, min(most, math.ceil(max(self.min_s, least_s) / once_s)))
 
     def issue(self, call: Call, n: int = 200) -> list[float]:
         """Host seconds to issue one call, mean of ``n``, the device drained before."""

@@ -1,4 +1,4 @@
-"""Kernels: GEMM by rows, attention in the engine's KV layout, elementwise passes, launch and sync.
+"""Kernels: GEMM by rows, attention in the engine's KV layout, norms, rotations, launch and sync.
 
 Attention is the engine's own, over token-major KV ``[token, batch, 2, head, dim]``: which kernel
 runs depends on how it is asked for. What readers get wrong is timing on zeros or on operands that a
@@ -47,7 +47,9 @@ def attention(bench: Bench, group: str, x: Mapping[str, float], rotate_bytes: in
         prefill = group == "attention_prefill"
         attend = [fused(q, kv, None, prefill=prefill) for kv in cached]
     with torch.inference_mode():
-        return bench.kernel(lambda i: attend[i % copies](), heat=queries * batch >= HEAVY_ROWS)
+        # Where there are many queries there are large GEMMs around their attention.
+        take = bench.amid_gemms if queries * batch >= HEAVY_ROWS else bench.kernel
+        return take(lambda i: attend[i % copies]())
 
 
 def _keys_values(kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,21 +58,43 @@ def _keys_values(kv: Tensor) -> tuple[Tensor, Tensor]:
     return by_head[0], by_head[1]
 
 
+def norm(bench: Bench, group: str, x: Mapping[str, float]) -> list[float]:
+    """Seconds of one norm of ``rows`` hidden states."""
+    from real.model import Norm, normed
+
+    rows, d = int(x["rows"]), int(x["d_model"])
+    hidden = bench.random(rows, d)
+    weights = Norm(bench.random(d), bench.random(d) if group == "layer_norm" else None)
+    return bench.amid_gemms(lambda _: normed(hidden, weights, 1e-5))
+
+
+def rotary(bench: Bench, x: Mapping[str, float]) -> list[float]:
+    """Seconds in which the keys of ``rows`` tokens are rotated where they lie."""
+    from real.model import rotate
+
+    rows, heads, dim = int(x["rows"]), int(x["n_heads"]), int(x["head_dim"])
+    cached = bench.random(rows, 1, 2, heads, dim)  # [T, S, 2, G, D]
+    cos, sin = (bench.random(rows, 1, 1, dim // 2) for _ in range(2))
+    return bench.amid_gemms(lambda _: rotate(cached[:, :, 0], cos, sin))
+
+
 def elementwise(bench: Bench, x: Mapping[str, float]) -> list[float]:
-    """Seconds of a layer's elementwise passes: two norms, two additions, the activation."""
-    from torch.nn.functional import layer_norm, relu_
+    """Seconds of a gated layer's elementwise passes: norms, additions, activation, product."""
+    from torch.nn.functional import silu
+
+    from real.model import Norm, normed
 
     rows, d, ffn = int(x["rows"]), int(x["d_model"]), int(x["d_ffn"])
-    hidden, update, wide = bench.random(rows, d), bench.random(rows, d), bench.random(rows, ffn)
+    hidden, update = bench.random(rows, d), bench.random(rows, d)
+    gate, up, weights = bench.random(rows, ffn), bench.random(rows, ffn), bench.random(d)
 
     def call(_: int) -> None:
-        layer_norm(hidden, (d,))
-        hidden.add_(update)
-        layer_norm(hidden, (d,))
-        hidden.add_(update)
-        relu_(wide)
+        for _ in range(2):
+            normed(hidden, Norm(weights, weights), 1e-5)
+            hidden.add_(update)
+        silu(gate, inplace=True).mul_(up)
 
-    return bench.kernel(call)
+    return bench.amid_gemms(call)
 
 
 def launch(bench: Bench) -> list[float]:

@@ -44,7 +44,11 @@ def link(
         bench.arena(name, spread if name == "pageable" else size) for name in (source, target)
     )
     call = _copier(origin, goal, nbytes, asynchronous)
-    return bench.copy(call) if asynchronous else bench.blocking(call, _PAGEABLE_S)
+    if asynchronous:
+        return bench.copy(call)
+    if group == "host_copy":  # whoever copies within the host does it to feed the link
+        return bench.beside_h2d(call, _PAGEABLE_S)
+    return bench.blocking(call, _PAGEABLE_S)
 
 
 def hbm(bench: Bench, x: Mapping[str, float], rotate_bytes: int) -> list[float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from calibrate.bench import Bench
-from calibrate.grid import CHECKS, Case, cases, ordered
+from calibrate.grid import CHECKS, PASSES, Case, cases, ordered
 from calibrate.machine import machine
 from calibrate.measure import Runner
 from calibrate.predict import predicted_s
@@ -103,7 +103,7 @@ def handful(preset: Preset) -> Iterator[Case]:
         if case.fit and case.group not in ("memory", "power", *CHECKS):
             groups.setdefault(case.group, []).append(case)
     for group, members in groups.items():
-        key = {"gemm": "rows", "attention_window": "queries"}.get(group)
+        key = {"attention_window": "queries", **dict.fromkeys(("gemm", *PASSES), "rows")}.get(group)
         key = key or ("keys" if "keys" in members[0].x else "nbytes")
         if key not in members[0].x:
             yield from members

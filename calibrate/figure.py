@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _AXIS = {
     "gemm": ("rows", "rows"),
+    "layer_norm": ("rows", "rows"),
+    "rms_norm": ("rows", "rows"),
+    "rotary": ("rows", "rows"),
     "attention_decode": ("keys", "context, tokens"),
     "attention_prefill": ("keys", "context, tokens"),
     "attention_window": ("queries", "queries"),

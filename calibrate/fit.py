@@ -131,6 +131,15 @@ def fit_prefill(points: Sequence[Point]) -> Curve:
     return curve_of(_medians(points, "keys"), lambda n: causal_pairs(int(n), int(n)))
 
 
+def fit_passes(points: Sequence[Point]) -> Curve:
+    """Bytes/s by the bytes that kernels move; time never falls as those grow."""
+    groups: dict[float, list[Point]] = {}
+    for point in points:
+        groups.setdefault(work(point.group, point.x), []).append(point)
+    rates = {moved: fit_rate(group) for moved, group in groups.items()}
+    return curve_of(rates, lambda moved: moved)
+
+
 def fit_window(points: Sequence[Point]) -> Grid:
     """FLOP/s by (queries, context); contexts that lack a query count are left out.
 

@@ -19,12 +19,13 @@ from calibrate.presets import MIB, Heads, Preset
 LINKS = ("h2d", "d2h", "h2d_pageable", "d2h_pageable", "host_copy")
 DUPLEX = ("duplex_h2d", "duplex_d2h")
 DISK = ("disk_read", "disk_write")
+PASSES = ("layer_norm", "rms_norm", "rotary")
 UNFUSED = ("attention_unfused_decode", "attention_unfused_prefill")
 ATTENTION = ("attention_decode", "attention_prefill", "attention_window", *UNFUSED)
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "links": (*LINKS, *DUPLEX),
     "disk": DISK,
-    "hbm": ("hbm", "elementwise"),
+    "hbm": ("hbm", *PASSES, "elementwise"),
     "gemm": ("gemm",),
     "attention": ATTENTION,
     "host": ("cpu_attention", "cpu_read"),
@@ -62,6 +63,7 @@ def cases(preset: Preset) -> tuple[Case, ...]:
         Case("sync", {}),
         *_transfers(preset),
         *_gemms(preset),
+        *_passes(preset),
         *_attention(preset),
         *_unfused(preset),
         *_checks(preset),
@@ -121,6 +123,16 @@ def _gemms(preset: Preset) -> Iterator[Case]:
     for rows in preset.held_rows:
         for shape in preset.held_gemm_shapes:
             yield Case("gemm", x(rows, shape), fit=False, priority=2)
+
+
+def _passes(preset: Preset) -> Iterator[Case]:
+    d_model, (_, kv_heads, head_dim) = preset.norm_width, preset.heads[0]
+    for i, rows in enumerate(reversed(preset.pass_rows)):
+        common, priority = {"rows": rows, "elem_bytes": preset.elem_bytes}, i % 2
+        for norm in ("layer_norm", "rms_norm"):
+            yield Case(norm, {**common, "d_model": d_model}, priority=priority)
+        heads = {"n_heads": kv_heads, "head_dim": head_dim}
+        yield Case("rotary", {**common, **heads}, priority=priority)
 
 
 def _attention(preset: Preset) -> Iterator[Case]:
@@ -226,9 +238,9 @@ def needs(case: Case, preset: Preset) -> Needs:
         weights = x["k"] * x["n"] * x["elem_bytes"]
         rows = x["rows"] * (x["k"] + x["n"]) * x["elem_bytes"]
         return Needs(device_bytes=max(weights, spare + weights) + 2 * rows)
-    if case.group == "elementwise":
-        row = (4 * x["d_model"] + 2 * x["d_ffn"]) * x["elem_bytes"]
-        return Needs(device_bytes=x["rows"] * row)
+    if case.group in ("elementwise", *PASSES):
+        row = 4 * x["d_model"] + 2 * x["d_ffn"] if case.group == "elementwise" else pass_elems(x)
+        return Needs(device_bytes=x["rows"] * row * x["elem_bytes"])
     if case.group in (*ATTENTION, "cpu_attention"):
         kv = kv_bytes(x)
         queries = x["batch"] * x["queries"] * x["n_heads"] * x["head_dim"] * x["elem_bytes"]
@@ -239,6 +251,11 @@ def needs(case: Case, preset: Preset) -> Needs:
         extra = 2 * scores * x["elem_bytes"] / 4 + kv if case.group in UNFUSED else 0.0
         return Needs(device_bytes=max(kv, spare) + kv + 4 * queries + extra)
     return Needs()
+
+
+def pass_elems(x: Mapping[str, float]) -> float:
+    """Elements of one row that a norm, or the kernels that rotate keys, read and write."""
+    return 2 * x["d_model"] if "d_model" in x else 6 * x["n_heads"] * x["head_dim"]
 
 
 def kv_bytes(x: Mapping[str, float]) -> float:

@@ -114,9 +114,10 @@ class Runner:
         self._pageable_bytes = min(preset.pageable_bytes, int(_PAGEABLE_SHARE * free_host_bytes()))
 
     def close(self) -> None:
-        """Remove the scratch file."""
+        """Remove the scratch file, give back arenas."""
         if self._file is not None:
             self._file.close()
+        self._bench.close()
 
     def point(self, case: Case, here: Machine) -> Point:
         """One point: measured, read off, or skipped with the reason."""
@@ -168,6 +169,9 @@ class Runner:
         takers: dict[str, Callable[[], list[float]]] = {
             "hbm": lambda: bench_links.hbm(bench, x, rotate),
             "gemm": lambda: bench_compute.gemm(bench, x, rotate),
+            "layer_norm": lambda: bench_compute.norm(bench, group, x),
+            "rms_norm": lambda: bench_compute.norm(bench, group, x),
+            "rotary": lambda: bench_compute.rotary(bench, x),
             "elementwise": lambda: bench_compute.elementwise(bench, x),
             "cpu_attention": lambda: bench_compute.cpu_attention(bench, x, rotate),
             "cpu_read": lambda: bench_links.cpu_read(bench, x),

@@ -2,8 +2,8 @@
 
 Attention is priced by the cost model itself: a forward of one attention part with the profile's
 attention rates, less the same forward on a machine where attention is free. What readers get wrong
-is what a check is: the elementwise group has no number of its own, its points test whether memory
-bandwidth prices it.
+is what a check is: the elementwise group has no number of its own, its points test whether those of
+norms and of memory bandwidth price it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from calibrate.grid import ATTENTION, UNFUSED, kv_bytes
+from calibrate.grid import ATTENTION, PASSES, UNFUSED, kv_bytes, pass_elems
 from policies.cost.flops import causal_pairs
 from policies.cost.model import CostModel
 from policies.placement import ON_GPU, ON_HOST, Placement
@@ -42,8 +42,10 @@ def work(group: str, x: Mapping[str, float]) -> float:
         return kv_bytes(x)
     if group == "hbm":
         return 2.0 * x["nbytes"]  # read and written
+    if group in PASSES:
+        return x["rows"] * pass_elems(x) * x["elem_bytes"]
     if group == "elementwise":
-        return x["rows"] * (10 * x["d_model"] + 2 * x["d_ffn"]) * x["elem_bytes"]
+        return x["rows"] * (10 * x["d_model"] + 5 * x["d_ffn"]) * x["elem_bytes"]
     return x.get("nbytes", 1.0)
 
 
@@ -59,9 +61,14 @@ def predicted_s(hardware: HardwareProfile, group: str, x: Mapping[str, float]) -
         return _attention_s(hardware, group, x)
     if group in ("launch", "sync"):
         return float(getattr(hardware, f"{group}_s"))
+    if group in PASSES:
+        return _pass_s(hardware, getattr(hardware, group), work(group, x))
+    if group == "elementwise":
+        normed = 2 * x["rows"] * x["d_model"] * x["elem_bytes"]
+        rest_s = (work(group, x) - 2 * normed) / hardware.hbm_bytes_per_s
+        return 2 * _pass_s(hardware, hardware.layer_norm, normed) + rest_s
     rates = {
         "hbm": hardware.hbm_bytes_per_s,
-        "elementwise": hardware.hbm_bytes_per_s,
         "cpu_attention": hardware.cpu_attention_bytes_per_s,
         "cpu_read": hardware.cpu_bytes_per_s,
     }
@@ -71,6 +78,10 @@ def predicted_s(hardware: HardwareProfile, group: str, x: Mapping[str, float]) -
         raise ValueError(f"group: {group!r} is not timed, no seconds can be predicted")
     copied: Link = getattr(hardware, group)
     return copied.seconds(x["nbytes"])
+
+
+def _pass_s(hardware: HardwareProfile, measured: Curve | None, moved: float) -> float:
+    return moved / (hardware.hbm_bytes_per_s if measured is None else measured(moved))
 
 
 def _attention_s(hardware: HardwareProfile, group: str, x: Mapping[str, float]) -> float:

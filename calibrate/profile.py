@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from calibrate import fit
+from calibrate.grid import PASSES
 from calibrate.quality import (
     GROUPS_OF,
     LINK_FROM_BYTES,
@@ -51,12 +52,15 @@ _HOW = {
     "d2h": "one pinned torch copy at a time between two events",
     "h2d_pageable": "blocking torch copies out of pageable memory",
     "d2h_pageable": "blocking torch copies into pageable memory",
-    "host_copy": "torch copies from pageable to pinned memory, all threads",
+    "host_copy": "torch copies from pageable to pinned memory, all threads, beside H2D copies",
     "disk_read": "reads in pieces of 16 MiB, one thread",
     "disk_write": "writes in pieces of 16 MiB, one thread",
     "duplex": "rate of a copy while the other direction is busy over its rate alone",
     "hbm_bytes_per_s": "device-to-device copy, bytes read plus bytes written",
     "gemm": "torch linear, weights rotated: total FLOPs over total time of all shapes",
+    "layer_norm": "the engine's LayerNorm amid GEMMs, bytes read plus written",
+    "rms_norm": "the engine's RMSNorm amid GEMMs, bytes read plus written",
+    "rotary": "the engine's rotation of keys amid GEMMs, bytes read plus written by its kernels",
     "attention_decode": "the engine's fused attention, one query: median weighted by bytes",
     "attention_prefill": "the engine's fused attention, causal: median weighted by FLOPs",
     "attention_window": "the engine's fused attention, last queries: median weighted by FLOPs",
@@ -119,6 +123,7 @@ def _fitted_values(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, s
         "attention_prefill": fit.fit_prefill(used["attention_prefill"]),
         "attention_window": fit.fit_window(used["attention_window"]),
         **_unfused(used),
+        **{name: fit.fit_passes(used[name]) for name in PASSES if used[name]},
         "cpu_attention_bytes_per_s": fit.fit_rate(used["cpu_attention_bytes_per_s"]),
         "cpu_bytes_per_s": fit.fit_rate(used["cpu_bytes_per_s"]),
         "launch_s": fit.fit_scalar(used["launch_s"]),

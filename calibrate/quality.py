@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from calibrate.fit import MIN_LINK_POINTS, fit_link, weighted_median
-from calibrate.grid import CHECKS, DISK, DUPLEX, LINKS
+from calibrate.grid import CHECKS, DISK, DUPLEX, LINKS, PASSES
 from calibrate.predict import predicted_s, work
 from calibrate.record import Point
 from policies.spec.curve import Curve, Grid
@@ -33,6 +33,7 @@ GROUPS_OF: Mapping[str, tuple[str, ...]] = {
     **{link: (link,) for link in (*LINKS, *DISK)},
     "duplex": DUPLEX,
     "hbm_bytes_per_s": ("hbm",),
+    **{name: (name,) for name in PASSES},
     "gemm": ("gemm",),
     "attention_decode": ("attention_decode",),
     "attention_prefill": ("attention_prefill",),

@@ -22,7 +22,8 @@ from policies.spec.factors import with_factors
 from policies.spec.hardware import HardwareProfile
 
 COMPUTE = ("gemm", "attention_decode", "attention_window", "attention_prefill", "hbm_bytes_per_s",
-           "attention_unfused_decode", "attention_unfused_scores", "launch_s")  # fmt: skip
+           "attention_unfused_decode", "attention_unfused_scores", "layer_norm", "rms_norm",
+           "rotary", "launch_s")  # fmt: skip
 EXPLAINED = 0.005  # root mean square of relative errors below which a belief is right
 LARGEST = 4.0  # factors searched: from a quarter to four times
 _RIDGE = 1e-4  # of squared log factors, against squared relative errors: 1 % is 1e-4

@@ -122,8 +122,8 @@ class Decoder:
         where they stay.
         """
         if c.inputs is not None:
-            self._make_keys(self._norm(c.inputs, w.norm), w.kv, c.projected)
-        x = self._norm(c.hidden, w.norm)  # [T * S, d]
+            self._make_keys(normed(c.inputs, w.norm, self._eps), w.kv, c.projected)
+        x = normed(c.hidden, w.norm, self._eps)  # [T * S, d]
         _linear(x, w.q, c.q)
         self._make_keys(x, w.kv, c.keys)
 
@@ -143,13 +143,14 @@ class Decoder:
         Gate and up are two GEMMs: side by side in one result they would be strided, and elementwise
         kernels take three times as long over those.
         """
-        x = self._norm(hidden, w.norm)  # [T * S, d]
+        x = normed(hidden, w.norm, self._eps)  # [T * S, d]
         if w.gate is not None:
             _linear(x, w.gate, inner[0])  # [T * S, F]
             _linear(x, w.up, inner[1])
             gate = F.silu(inner[0], inplace=True).mul_(inner[1])
         else:
             gate = _linear_relu(x, w.up, inner[0])  # [T * S, F]
+        del x  # its memory serves what follows
         _linear_add(gate, w.down, hidden)
 
     def head(self, last: Tensor, logits: Tensor, tokens: Tensor) -> None:
@@ -157,7 +158,7 @@ class Decoder:
 
         ``last [S, d]``, ``logits [S, vocab]`` (written), ``tokens [S]`` (written).
         """
-        x = self._norm(last, self.edge.norm)  # [S, d]
+        x = normed(last, self.edge.norm, self._eps)  # [S, d]
         torch.mm(x, self.edge.head_t, out=logits)
         torch.argmax(logits, dim=-1, out=tokens)
 
@@ -185,16 +186,27 @@ class Decoder:
                 continue
             shape = (cos.shape[0], -1)
             if q is not None:
-                _rotate(q.view(*shape, spec.n_heads, spec.head_dim), cos, sin)  # [T, S, H, D]
+                rotate(q.view(*shape, spec.n_heads, spec.head_dim), cos, sin)  # [T, S, H, D]
             by_head = kv.view(*shape, 2, spec.n_kv_heads, spec.head_dim)  # [T, S, 2, G, D]
-            _rotate(by_head[:, :, 0], cos, sin)  # keys only
+            rotate(by_head[:, :, 0], cos, sin)  # keys only
 
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """LayerNorm or RMSNorm over the last axis; the result is new memory."""
-        shape = (x.shape[-1],)
-        if norm.bias is not None:
-            return F.layer_norm(x, shape, norm.weight, norm.bias, self._eps)
-        return F.rms_norm(x, shape, norm.weight, self._eps)
+
+def normed(x: Tensor, norm: Norm, eps: float) -> Tensor:
+    """LayerNorm or RMSNorm over the last axis; the result is new memory."""
+    shape = (x.shape[-1],)
+    if norm.bias is not None:
+        return F.layer_norm(x, shape, norm.weight, norm.bias, eps)
+    return F.rms_norm(x, shape, norm.weight, eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the two halves of each head of ``x [T, S, heads, D]`` in place."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]  # [T, S, heads, D / 2]
+    rotated = first * cos
+    rotated.addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(rotated)
 
 
 def _linear(x: Tensor, layer: Linear, out: Tensor) -> None:
@@ -216,19 +228,14 @@ def _linear_relu(x: Tensor, layer: Linear, out: Tensor) -> Tensor:
 
 
 def _linear_add(x: Tensor, layer: Linear, out: Tensor) -> None:
-    """Add a linear layer of ``x [rows, in]`` to ``out [rows, out]`` in place."""
+    """Add a linear layer of ``x [rows, in]`` to ``out [rows, out]`` in place.
+
+    With a bias the product is new memory: the GEMM adds the bias on its way out, and the addition
+    of two whole tensors takes half as long as that of a row to each of many.
+    """
     for weight_t, bias, start, stop in layer:
         y = out if len(layer) == 1 else out[:, start:stop]
-        if bias is not None:
-            y.add_(bias)
-        y.addmm_(x, weight_t)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the two halves of each head of ``x [T, S, heads, D]`` in place."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]  # [T, S, heads, D / 2]
-    rotated = first * cos
-    rotated.addcmul_(second, sin, value=-1)
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(rotated)
+        if bias is None:
+            y.addmm_(x, weight_t)
+        else:
+            y.add_(torch.addmm(bias, x, weight_t))

@@ -11,12 +11,13 @@ draws 20 to 40 % of the TDP, a full prefill nearly all of it (papers.md 6.7).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies.spec.curve import Curve, Grid
-from policies.spec.hardware import HardwareProfile
+from policies.spec.hardware import OPTIONAL, HardwareProfile
 
 Seconds = NDArray[np.float64]
 
@@ -121,7 +122,8 @@ def capped(hardware: HardwareProfile, power: PowerModel) -> HardwareProfile:
         return Curve(curve.x, tuple(memory * y for y in curve.y))
 
     window = hardware.attention_window
-    unfused = (hardware.attention_unfused_decode, hardware.attention_unfused_scores)
+    measured = ((name, getattr(hardware, name)) for name in OPTIONAL)
+    optional: dict[str, Any] = {name: throttled(curve) for name, curve in measured if curve}
     most = flops * max(max(row) for row in window.z)
     return replace(
         hardware,
@@ -133,6 +135,5 @@ def capped(hardware: HardwareProfile, power: PowerModel) -> HardwareProfile:
         attention_window=Grid(
             window.x, window.y, tuple(tuple(min(memory * z, most) for z in row) for row in window.z)
         ),
-        attention_unfused_decode=unfused[0] and throttled(unfused[0]),
-        attention_unfused_scores=unfused[1] and throttled(unfused[1]),
+        **optional,
     )

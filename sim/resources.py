@@ -21,7 +21,7 @@ RESOURCES: Mapping[str, tuple[str, ...]] = {
     "link": ("h2d", "d2h", "h2d_pageable", "d2h_pageable"),
     "compute": ("gemm", "attention_prefill", "attention_window"),
     "hbm": ("hbm_bytes_per_s", "attention_decode", "attention_unfused_decode",
-            "attention_unfused_scores"),
+            "attention_unfused_scores", "layer_norm", "rms_norm", "rotary"),
     "host_cpu": ("host_copy", "cpu_attention_bytes_per_s", "cpu_bytes_per_s"),
     "disk": ("disk_read", "disk_write"),
     "gpu_memory": ("gpu_bytes",),

@@ -11,6 +11,7 @@ from policies.cost import flops as count
 from policies.cost.size import nbytes
 from policies.placement import ACT_BYTES_PER_ELEM, Placement
 from policies.plan.op import Attention, Kind, Op, Scope, Tier
+from policies.spec.curve import Curve
 from policies.spec.hardware import HardwareProfile, Link
 from policies.spec.model import ModelSpec
 
@@ -24,6 +25,22 @@ _N_KERNELS = {
     Scope.QKV: 5,
     Scope.OUTPUT: 2,
     Scope.HEAD: 3,
+}
+_N_NORMS = {
+    Scope.LAYER: 2,
+    Scope.ATTENTION: 1,
+    Scope.MLP: 1,
+    Scope.QKV: 1,
+    Scope.OUTPUT: 0,
+    Scope.HEAD: 1,
+}
+_N_RESIDUALS = {
+    Scope.LAYER: 2,
+    Scope.ATTENTION: 1,
+    Scope.MLP: 1,
+    Scope.QKV: 0,
+    Scope.OUTPUT: 1,
+    Scope.HEAD: 0,
 }
 _UNFUSED_EXTRA_KERNELS = 6
 _PROJECT_EXTRA_KERNELS = 2  # norm and GEMM over loaded layer inputs
@@ -209,23 +226,38 @@ class CostModel:
         return total
 
     def _elementwise_seconds(self, layer: int, scope: Scope, rows: int) -> float:
-        """Norms (read, write), residual additions (two reads, write), the FFN activation (if gated,
-        also the product: two reads, write) and rotary embeddings.
+        """Norms, residual additions, rotary embeddings, and of the MLP what its GEMMs leave.
+
+        A GEMM applies an ungated activation, and adds the residual where nothing has a bias, as it
+        writes. Otherwise an addition has two reads and a write; a gated activation is read and
+        written, its product with the other half has two reads and a write.
         """
         model = self.model
-        d = model.d_model
-        per_row = {Scope.LAYER: 10 * d, Scope.ATTENTION: 5 * d, Scope.MLP: 5 * d,
-                   Scope.QKV: 2 * d, Scope.OUTPUT: 3 * d, Scope.HEAD: 2 * d}[scope]  # fmt: skip
+        passes = (3 if model.linear_bias else 1) * _N_RESIDUALS[scope] * model.d_model
         if scope in (Scope.LAYER, Scope.MLP):
             if model.is_moe(layer):
                 active = model.top_k + model.n_shared_experts
-                per_row += 5 * active * model.d_expert + 2 * model.top_k * d
-            else:
-                per_row += (5 if model.gated_ffn else 2) * model.d_ffn
-        seconds = rows * per_row * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
+                passes += 5 * active * model.d_expert + 2 * model.top_k * model.d_model
+            elif model.gated_ffn:
+                passes += 5 * model.d_ffn
+        seconds = rows * passes * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
+        seconds += _N_NORMS[scope] * self._norm_seconds(rows)
         if scope in (Scope.LAYER, Scope.ATTENTION, Scope.QKV):
-            seconds += self._rotary_seconds(rows, model.n_heads + self._key_heads)
+            seconds += self._rotary_seconds(rows, model.n_heads)
+            seconds += self._rotary_seconds(rows, self._key_heads)
         return seconds
+
+    def _norm_seconds(self, rows: int) -> float:
+        """One norm of ``rows`` hidden states: read and written."""
+        moved = 2 * rows * self.model.d_model * ACT_BYTES_PER_ELEM
+        hardware = self.hardware
+        measured = hardware.layer_norm if self.model.norm_bias else hardware.rms_norm
+        return self._pass_seconds(measured, moved)
+
+    def _pass_seconds(self, measured: Curve | None, moved: int) -> float:
+        """Kernels that read and write ``moved`` bytes and compute little."""
+        rate = measured(moved) if measured and moved else self.hardware.hbm_bytes_per_s
+        return moved / rate
 
     @property
     def _key_heads(self) -> int:
@@ -237,14 +269,14 @@ class CostModel:
         model = self.model
         if model.learned_positions:
             return 0.0
-        elems = rows * n_heads * (model.rope_dim or model.head_dim)
-        return _ROPE_PASSES * elems * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
+        moved = _ROPE_PASSES * rows * n_heads * (model.rope_dim or model.head_dim)
+        moved *= ACT_BYTES_PER_ELEM
+        return self._pass_seconds(self.hardware.rotary, moved)
 
     def projection_seconds(self, rows: int) -> float:
-        """K and V of ``rows`` loaded layer inputs: a norm (read, write), one GEMM, rotated keys."""
-        normed = 2 * rows * self.model.d_model * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
+        """K and V of ``rows`` loaded layer inputs: a norm, one GEMM, rotated keys."""
         gemm_s = self._gemm_seconds(count.projection_elems(self.model), rows)
-        return normed + gemm_s + self._rotary_seconds(rows, self._key_heads)
+        return self._norm_seconds(rows) + gemm_s + self._rotary_seconds(rows, self._key_heads)
 
     def _fused_attention_seconds(self, op: Op) -> float:
         """Attention of new tokens and of the tail; before it, that of the front to itself."""

@@ -78,7 +78,9 @@ class HardwareProfile:
     queries over a longer context. Attention by separate kernels takes ``attention_unfused_decode``
     (KV bytes/s of the first query) and ``attention_unfused_scores`` (scores/s of further queries:
     one score for each head, query and key, masked or not), both by context; where they are None,
-    its passes over memory are counted instead. ``duplex`` multiplies the rate of H2D and D2H while
+    its passes over memory are counted instead. ``layer_norm``, ``rms_norm`` and ``rotary`` (the
+    rotation of queries and keys) are bytes/s by the bytes that they read and write; where they are
+    None, ``hbm_bytes_per_s`` holds. ``duplex`` multiplies the rate of H2D and D2H while
     both are busy. ``cpu_attention_bytes_per_s`` is the KV bytes/s of attention on the CPU and
     ``cpu_bytes_per_s`` the rate at which the CPU reads host memory. ``launch_s`` is the host time
     to issue one kernel, ``sync_s`` the cost of one device synchronisation.
@@ -113,6 +115,9 @@ class HardwareProfile:
     n_gpus: int = 1
     attention_unfused_decode: Curve | None = None
     attention_unfused_scores: Curve | None = None
+    layer_norm: Curve | None = None
+    rms_norm: Curve | None = None
+    rotary: Curve | None = None
     provenance: Mapping[str, Provenance] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -187,4 +192,10 @@ class HardwareProfile:
 
 _UNSOURCED = {"name", "provenance"}
 # Curves that a profile may lack.
-OPTIONAL = ("attention_unfused_decode", "attention_unfused_scores")
+OPTIONAL = (
+    "attention_unfused_decode",
+    "attention_unfused_scores",
+    "layer_norm",
+    "rms_norm",
+    "rotary",
+)

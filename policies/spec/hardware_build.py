@@ -74,6 +74,9 @@ def hardware_from_mapping(data: Mapping[str, object]) -> HardwareProfile:
         n_gpus=_count(f"{root}.n_gpus", data["n_gpus"]),
         attention_unfused_decode=_optional_curve(root, data, "attention_unfused_decode"),
         attention_unfused_scores=_optional_curve(root, data, "attention_unfused_scores"),
+        layer_norm=_optional_curve(root, data, "layer_norm"),
+        rms_norm=_optional_curve(root, data, "rms_norm"),
+        rotary=_optional_curve(root, data, "rotary"),
         provenance=_provenances(f"{root}.provenance", data["provenance"]),
     )
 

@@ -47,6 +47,9 @@ TRUTH = replace(
     ),
     attention_unfused_decode=Curve(tuple(map(float, TINY.unfused_contexts)), (1e11, 1.5e11)),
     attention_unfused_scores=Curve(tuple(map(float, TINY.unfused_contexts)), (2e9, 3e9)),
+    layer_norm=Curve(tuple(8.0 * TINY.norm_width * rows for rows in TINY.pass_rows), (1e11, 3e11)),
+    rms_norm=Curve(tuple(8.0 * TINY.norm_width * rows for rows in TINY.pass_rows), (2e11, 4e11)),
+    rotary=Curve(tuple(24.0 * 4 * 32 * rows for rows in TINY.pass_rows), (5e10, 1e11)),
 )
 
 

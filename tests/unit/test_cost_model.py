@@ -79,7 +79,7 @@ def test_gemm_is_floored_by_reading_the_weights():
         op = forward(Scope.MLP, n_seqs=rows)
         gemm_s = max(2 * rows * elems / 1e13, 2 * elems / SMALL.hbm_bytes_per_s)
         assert (2 * rows * elems / 1e13 < 2 * elems / SMALL.hbm_bytes_per_s) == memory_bound
-        elementwise = rows * (5 * OPT.d_model + 2 * OPT.d_ffn) * 2 / SMALL.hbm_bytes_per_s
+        elementwise = rows * 5 * OPT.d_model * 2 / SMALL.hbm_bytes_per_s
         assert costs().seconds(op) == pytest.approx(gemm_s + elementwise, rel=1e-12)
 
 
@@ -141,9 +141,27 @@ def test_rotary_positions_and_gates_cost_passes():
     assert turned_s == pytest.approx(rows * passes * 2 / SMALL.hbm_bytes_per_s, rel=1e-6)
     gemms_s = 3 * seconds(OPT, Scope.MLP) / 2  # three matrices for two, and as many passes
     d, f = OPT.d_model, OPT.d_ffn
-    passes = 5 * d + 5 * f - 1.5 * (5 * d + 2 * f)
+    passes = 5 * d + 5 * f - 1.5 * 5 * d
     expected = gemms_s + rows * passes * 2 / SMALL.hbm_bytes_per_s
     assert seconds(gated, Scope.MLP) == pytest.approx(expected, rel=1e-6)
+    # Without biases the GEMM adds the residual: it reads the old values, nothing else.
+    saved_s = seconds(OPT, Scope.MLP) - seconds(replace(OPT, linear_bias=False), Scope.MLP)
+    assert saved_s == pytest.approx(2 * rows * d * 2 / SMALL.hbm_bytes_per_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "norm_bias"), [("layer_norm", True), ("rms_norm", False)])
+def test_measured_norms_and_rotations_replace_memory_bandwidth(name, norm_bias):
+    spec, rows = replace(OPT, learned_positions=0, norm_bias=norm_bias), 8 * 100
+    op = forward(Scope.QKV, n_new=100, n_ctx=0)
+    normed, turned = 2 * rows * OPT.d_model * 2, 6 * rows * OPT.d_model * 2
+    fast = costs(spec).seconds(op)
+    slow = replace(FLAT, **{name: Curve((1, normed), (1e6, 2e11))}, rotary=Curve((1,), (1e11,)))
+    more_s = costs(spec, slow).seconds(op) - fast
+    memory_s = (normed + 2 * turned) / SMALL.hbm_bytes_per_s
+    assert more_s == pytest.approx(normed / 2e11 + 2 * turned / 1e11 - memory_s, rel=1e-9)
+    other = costs(replace(spec, norm_bias=not norm_bias), slow).seconds(op) - fast
+    expected = (2 * turned) * (1 / 1e11 - 1 / SMALL.hbm_bytes_per_s)
+    assert other == pytest.approx(expected, rel=1e-9)
 
 
 def test_unfused_attention_is_memory_traffic():

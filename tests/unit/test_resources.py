@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policies.spec.curve import Curve
-from policies.spec.hardware import HardwareProfile, Provenance
+from policies.spec.hardware import OPTIONAL, HardwareProfile, Provenance
 from sim.resources import (
     RESOURCES,
     SIGMA_BY_KIND,
@@ -23,6 +23,9 @@ WHOLE = replace(
     SMALL,
     attention_unfused_decode=Curve((128, 1024), (1e11, 2e11)),
     attention_unfused_scores=Curve((128, 1024), (1e10, 2e10)),
+    layer_norm=Curve((1e6,), (4e11,)),
+    rms_norm=Curve((1e6,), (5e11,)),
+    rotary=Curve((1e6,), (2e11,)),
 )
 
 
@@ -50,7 +53,7 @@ def test_curves_that_a_profile_lacks_stay_lacking():
     deviations = dict.fromkeys(UNCERTAIN, 0.1)
     drawn = draw(SMALL, deviations, np.random.default_rng(1))
     more = draw(WHOLE, deviations, np.random.default_rng(1))
-    assert set(more) - set(drawn) == {"attention_unfused_decode", "attention_unfused_scores"}
+    assert set(more) - set(drawn) == set(OPTIONAL)
     assert with_factors(SMALL, more).attention_unfused_scores is None
 
 
