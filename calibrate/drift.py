@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from calibrate.bench import Bench
+from calibrate.devices import device_warning
 from calibrate.grid import CHECKS, PASSES, Case, cases, ordered
 from calibrate.machine import machine
 from calibrate.measure import Runner
@@ -88,12 +89,7 @@ def judge(hardware: HardwareProfile, points: Sequence[Point], here: Machine) -> 
             numbers.append(Drifted(field, len(timed), error, tolerance))
         elif taken:
             numbers.append(Drifted(field, 0, 0.0, tolerance, taken[0].skipped))
-    devices = {p.device for p in hardware.provenance.values() if p.kind == "measured"}
-    other = devices - {here.device, ""}
-    warning = ""
-    if other:
-        warning = f"the profile was measured on {', '.join(sorted(other))}, this is {here.device}"
-    return DriftReport(tuple(numbers), warning)
+    return DriftReport(tuple(numbers), device_warning(hardware, (here.device,), "this is"))
 
 
 def handful(preset: Preset) -> Iterator[Case]:

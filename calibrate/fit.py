@@ -44,8 +44,9 @@ def fit_link(points: Sequence[Point], from_bytes: float) -> LinkFit:
 
     Errors beyond ``LINK_SCALE`` count by their size, not its square (soft L1): a small copy can be
     twice as slow from one run to the next, and the rate of large ones must not make up for that.
-    If fewer than three sizes are that large, the three largest are used. ``t0`` is kept >= 0; a
-    single size has nothing to say about it and leaves it 0. ``ValueError`` without points.
+    If fewer than three sizes are that large, the three largest are used. ``t0`` is kept from 0 to
+    what the quickest copy of any size took; a single size has nothing to say about it and leaves it
+    0. ``ValueError`` without points.
     """
     if not points:
         raise ValueError("link: no points to fit")
@@ -61,6 +62,7 @@ def fit_link(points: Sequence[Point], from_bytes: float) -> LinkFit:
     terms = np.stack([1.0 / seconds, size / seconds], axis=1)  # [n_sizes, (t0, 1 / rate)]
     scale = np.linalg.norm(terms, axis=0)
     start, _ = nnls(terms / scale, np.ones(len(kept)))
+    most = np.array([min(p.median_s for p in points), np.inf]) * scale
 
     def off(p: NDArray[np.float64]) -> NDArray[np.float64]:
         residuals: NDArray[np.float64] = terms / scale @ p - 1.0
@@ -68,8 +70,8 @@ def fit_link(points: Sequence[Point], from_bytes: float) -> LinkFit:
 
     solution = least_squares(
         off,
-        np.maximum(start, 1e-9),
-        bounds=(0.0, np.inf),
+        np.clip(start, 1e-9, 0.999 * most),
+        bounds=(0.0, most),
         loss="soft_l1",
         f_scale=LINK_SCALE,
         xtol=1e-15,

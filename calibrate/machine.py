@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
-from pathlib import Path
 
 from calibrate.bench import Bench, meminfo
 from calibrate.record import Machine
@@ -15,9 +13,11 @@ def machine(bench: Bench) -> Machine:
     """The device, its driver, torch and the host's processor."""
     import torch
 
-    host = f"{_processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
+    from real.machine import processor
+
+    host = f"{processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
     if not bench.is_cuda:
-        return Machine(f"CPU {_processor()}", "", torch.__version__, host)
+        return Machine(f"CPU {processor()}", "", torch.__version__, host)
     driver = bench.nvml.driver() if bench.nvml is not None else ""
     return Machine(torch.cuda.get_device_name(0), driver, torch.__version__, host)
 
@@ -37,12 +37,3 @@ def capacities(bench: Bench) -> dict[str, float]:
     if bench.disk_dir is not None:
         readings["disk_bytes"] = float(shutil.disk_usage(bench.disk_dir).free)
     return readings
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()

@@ -4,8 +4,8 @@ A folder holds ``request.json`` (what was asked for), ``trace.jsonl`` (what happ
 ``decisions.csv`` and ``result.json``. What readers get wrong is which profile does what: the
 request's hardware is what the policy believed, so it decides the plan; the profile named on the
 command line is the machine that the plan is charged on. Only a run with feedback decided by what it
-measured, which no simulation can repeat: its own decisions are replayed, so its times are compared,
-and not who would have decided what.
+measured, which no simulation can repeat: its own decisions are replayed, and by how much each came
+late, so its times are compared, and not who would have decided what.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 from policies.cost.model import CostModel
 from policies.drive import Decision, Policy, StepContext, wants_feedback
-from policies.plan.op import Op, Tier
+from policies.plan.op import Lane, Op, Tier
 from policies.run_request import RunRequest, read_request
 from policies.spec.hardware import HardwareProfile
 from policies.trace.decisions import StepDecision, read_decisions, step_decisions
 from policies.trace.jsonl import read_jsonl
-from policies.trace.span import Trace
+from policies.trace.span import Trace, parse_key
+
+Memory = Literal["pinned", "pageable", "disk"]
 
 REQUEST, TRACE, DECISIONS, RESULT = (
     "request.json",
@@ -45,11 +49,11 @@ class RealRun:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The simulation of a request; ``pageable``: whether copies touch pageable host memory."""
+    """The simulation of a request; ``memory`` is the slowest that it moves bytes to or from."""
 
     trace: Trace
     decisions: tuple[StepDecision, ...]
-    pageable: bool
+    memory: Memory
     extrapolated: tuple[str, ...]
 
 
@@ -101,12 +105,16 @@ def repeats(runs: Sequence[RealRun]) -> tuple[tuple[RealRun, ...], ...]:
 
 
 def replay(
-    request: RunRequest, hardware: HardwareProfile, decisions: Sequence[StepDecision] = ()
+    request: RunRequest,
+    hardware: HardwareProfile,
+    decisions: Sequence[StepDecision] = (),
+    late_s: Sequence[float] = (),
 ) -> Replayed:
     """Simulate a request: decided on its own machine, charged on ``hardware``.
 
     A request with feedback is decided as ``decisions`` say, those of its run, so the simulation's
-    are the same; without them it is simulated in open loop.
+    are the same, and delayed by ``late_s`` (see ``delayed``); without them it is simulated in open
+    loop.
     """
     from sim.engine import SimBackend
 
@@ -125,8 +133,25 @@ def replay(
     if isinstance(request.policy, Recorded):
         decided = list(decisions)
     trace = SimBackend(plant, hardware.duplex).run(ops)
-    pageable = any(_pageable(op) for op in ops)
-    return Replayed(trace, tuple(decided), pageable, tuple(sorted(plant.extrapolated)))
+    return Replayed(
+        delayed(trace, late_s), tuple(decided), _memory(ops), tuple(sorted(plant.extrapolated))
+    )
+
+
+def delayed(trace: Trace, late_s: Sequence[float]) -> Trace:
+    """A closed loop whose plans came late: by ``late_s[i]`` that of its step number i + 2.
+
+    The first two are planned before the run. Whatever works for a step, or for a later one, moves.
+    """
+    keys = [parse_key(span.key) for span in trace.spans]
+    steps = sorted({(key.block, key.step) for key in keys})
+    padded = (*late_s, *(0.0 for _ in steps))
+    waited = dict(zip(steps[2:], accumulate(padded), strict=False))
+    spans = []
+    for span, key in zip(trace.spans, keys, strict=True):
+        more_s = waited.get((key.block, key.step), 0.0)
+        spans.append(span._replace(start_s=span.start_s + more_s, end_s=span.end_s + more_s))
+    return Trace(tuple(spans))
 
 
 class Recorded:
@@ -175,8 +200,11 @@ def first_difference(real: Sequence[StepDecision], sim: Sequence[StepDecision]) 
     return ""
 
 
-def _pageable(op: Op) -> bool:
-    return any(s.tier is Tier.HOST and not s.pinned for s in (*op.reads, *op.writes))
+def _memory(ops: Sequence[Op]) -> Memory:
+    if any(op.lane is Lane.DISK for op in ops):
+        return "disk"
+    slots = (slot for op in ops for slot in (*op.reads, *op.writes))
+    return "pageable" if any(s.tier is Tier.HOST and not s.pinned for s in slots) else "pinned"
 
 
 def _result(path: Path) -> Mapping[str, object]:

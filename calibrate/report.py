@@ -1,9 +1,10 @@
 """The comparison report: cells with tolerances, what carries the errors, and files of it.
 
 A cell is one request and one phase, prefill or decode step. Runs whose copies touch pageable host
-memory are judged by tolerances of their own, because that rate varies from run to run. What readers
-get wrong: a simulation cannot be better than two runs of the machine agree, so each cell shows the
-spread of repeats beside its error.
+memory are judged by tolerances of their own, because that rate varies from run to run. Runs with a
+disk are counted apart: a drive is as fast as its other users leave it. What readers get wrong: a
+simulation cannot be better than two runs of the machine agree, so each cell shows the spread of
+repeats beside its error.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 from statistics import median
 
 from calibrate.compare import Comparison, KeyTime, Timing, compare
+from calibrate.devices import device_warning
 from calibrate.replay import (
+    Memory,
     RealRun,
     Unusable,
     first_difference,
@@ -44,13 +47,14 @@ class Tolerance:
 class RunReport:
     """One request: its comparison and what it was.
 
-    ``closed_loop``: it decided by what it measured, and its recorded decisions were simulated.
+    ``closed_loop``: it decided by what it measured; its recorded decisions were simulated, as late
+    as they came.
     """
 
     name: str
     policy: str
     model: str
-    pageable: bool
+    memory: Memory
     comparison: Comparison
     decisions_differ: str
     extrapolated: tuple[str, ...]
@@ -65,7 +69,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Cells of one kind of host memory against their tolerance."""
+    """Cells of one kind of memory against their tolerance."""
 
     memory: str
     n_cells: int
@@ -107,17 +111,12 @@ def make_report(
     named = zip(groups, _names(groups), strict=True)
     reports = tuple(_report(group, hardware, name) for group, name in named)
     devices = tuple(sorted({str(r.result["device"]) for r in runs if r.result.get("device")}))
-    measured = {p.device for p in hardware.provenance.values() if p.device}
-    warning = ""
-    if measured and set(devices) - measured:
-        warning = f"runs of {', '.join(devices)}, profile of {', '.join(sorted(measured))}"
+    warning = device_warning(hardware, devices, "the runs are of") if runs else ""
+    allowed = {"pinned": pinned, "pageable": pageable, "disk": pinned}
     verdicts = tuple(
         _verdict(memory, chosen, tolerance)
-        for memory, is_pageable, tolerance in (
-            ("pinned", False, pinned),
-            ("pageable", True, pageable),
-        )
-        if (chosen := [r for r in reports if r.pageable is is_pageable])
+        for memory, tolerance in allowed.items()
+        if (chosen := [r for r in reports if r.memory == memory])
     )
     return Report(hardware.name, devices, warning, reports, unusable, verdicts)
 
@@ -137,7 +136,7 @@ def _names(groups: Sequence[Sequence[RealRun]]) -> list[str]:
 
 def _report(group: Sequence[RealRun], hardware: HardwareProfile, name: str) -> RunReport:
     request = group[0].request
-    simulated = replay(request, hardware, group[0].decisions)
+    simulated = replay(request, hardware, group[0].decisions, _late_s(group[0]))
     differ = next(
         (d for run in group if (d := first_difference(run.decisions, simulated.decisions))), ""
     )
@@ -145,12 +144,17 @@ def _report(group: Sequence[RealRun], hardware: HardwareProfile, name: str) -> R
         name,
         request.policy.name,
         request.model.name,
-        simulated.pageable,
+        simulated.memory,
         compare([run.trace for run in group], simulated.trace),
         differ,
         simulated.extrapolated,
         wants_feedback(request.policy),
     )
+
+
+def _late_s(run: RealRun) -> tuple[float, ...]:
+    late_s = run.result.get("feedback_late_s", ())
+    return tuple(map(float, late_s)) if isinstance(late_s, list) else ()
 
 
 def _verdict(memory: str, runs: Sequence[RunReport], tolerance: Tolerance) -> Verdict:
@@ -194,7 +198,7 @@ def as_json(report: Report) -> dict[str, object]:
                 "name": run.name,
                 "policy": run.policy,
                 "model": run.model,
-                "pageable": run.pageable,
+                "memory": run.memory,
                 "n_repeats": c.n_repeats,
                 "n_ops": len(c.keys),
                 "same_plan": c.same_plan,

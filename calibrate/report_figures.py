@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from calibrate.report import Report
 
-_PINNED, _PAGEABLE = "#0072b2", "#d55e00"  # Okabe and Ito
+_COLOURS = {"pinned": "#0072b2", "pageable": "#d55e00", "disk": "#009e73"}  # Okabe and Ito
 
 
 def draw_cells(report: Report, path: Path) -> None:
@@ -19,17 +19,17 @@ def draw_cells(report: Report, path: Path) -> None:
 
     figure = Figure(figsize=(5.5, 5), layout="constrained")
     axes = figure.subplots()
-    for pageable, colour in ((False, _PINNED), (True, _PAGEABLE)):
+    for memory, colour in _COLOURS.items():
         for phase, marker in (("prefill", "s"), ("step", "o")):
             cells = [
                 cell
                 for run in report.runs
-                if run.pageable is pageable
+                if run.memory == memory
                 for cell in run.cells
                 if cell.name == phase
             ]
             if cells:
-                label = f"{phase}, {'pageable' if pageable else 'pinned'} host memory"
+                label = f"{phase}, {memory}{'' if memory == 'disk' else ' host memory'}"
                 x, y = [c.real_s for c in cells], [c.sim_s for c in cells]
                 axes.plot(x, y, marker, ms=5, color=colour, mfc="none", label=label)
     times = [t for run in report.runs for c in run.cells for t in (c.real_s, c.sim_s)]

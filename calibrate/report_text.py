@@ -39,7 +39,7 @@ def markdown(report: Report) -> str:
 
 
 def _verdict_rows(report: Report) -> Rows:
-    rows: Rows = [("host memory", "cells", "median error", "allowed", "worst error", "allowed",
+    rows: Rows = [("memory", "cells", "median error", "allowed", "worst error", "allowed",
              "worst cell", "verdict")]  # fmt: skip
     rows += [
         (v.memory, str(v.n_cells), f"{v.median:.1%}", f"{v.tolerance.median:.0%}",
@@ -72,7 +72,7 @@ def _cell_rows(runs: Iterable[RunReport]) -> Rows:
             shown = f"{bound.ratio:.3f} ({bound.lane})" if bound and cell is c.step else ""
             flags = [] if c.same_plan else ["other plan"]
             flags += ["other decisions"] if run.decisions_differ else []
-            flags += ["closed loop, its decisions"] if run.closed_loop else []
+            flags += ["closed loop, its decisions as late as they came"] if run.closed_loop else []
             flags += [f"extrapolated {name}" for name in run.extrapolated]
             rows.append(
                 (run.name, run.policy, cell.name, f"{cell.real_s * 1e3:.2f} ms",
@@ -99,7 +99,7 @@ def _misses(report: Report) -> list[str]:
     limits = {v.memory: v.tolerance.worst for v in report.verdicts}
     parts = []
     for run in report.runs:
-        limit = limits["pageable" if run.pageable else "pinned"]
+        limit = limits[run.memory]
         off = [cell for cell in run.cells if abs(cell.error) > limit]
         if off:
             cells = ", ".join(f"{cell.name} {cell.error:+.1%}" for cell in off)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from policies.cost.model import CostModel
 from policies.drive import Decision, Policy, drive
@@ -22,6 +22,7 @@ from policies.spec.hardware import HardwareProfile, Link
 from policies.spec.hardware_build import check_keys, hardware_from_mapping
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
+from policies.typed import typed
 
 SCHEMA = 1
 
@@ -228,22 +229,24 @@ def _policy(value: object) -> Policy:
     check_keys("request.policy", data, ("class", "args"), ())
     build = policy_class(str(data["class"]))
     args = _mapping("request.policy.args", data["args"])
-    check_keys("request.policy.args", args, (), tuple(f.name for f in fields(build)))  # type: ignore[arg-type]
+    _check_fields("request.policy.args", build, args)
     try:
         return build(**args)
     except TypeError as error:
         raise ValueError(f"request.policy.args: {error}") from error
 
 
+def _check_fields(root: str, cls: Any, data: Mapping[str, object]) -> None:
+    """Each key must be a field of dataclass ``cls`` and each value of the field's type."""
+    kinds = get_type_hints(cls)
+    check_keys(root, data, (), tuple(field.name for field in fields(cls)))
+    for key, value in data.items():
+        typed(f"{root}.{key}", kinds[key], value)
+
+
 def _model(value: object) -> ModelSpec:
     data = _mapping("request.model", value)
-    check_keys("request.model", data, (), tuple(f.name for f in fields(ModelSpec)))
-    for field in fields(ModelSpec):
-        given = data.get(field.name)
-        expected = {"str": str, "bool": bool, "int": int}.get(str(field.type))
-        right = isinstance(given, int | float) if expected is None else type(given) is expected
-        if field.name in data and not right:
-            raise ValueError(f"request.model.{field.name}: {given!r} must be of type {field.type}")
+    _check_fields("request.model", ModelSpec, data)
     try:
         return ModelSpec(**data)
     except TypeError as error:

@@ -16,13 +16,23 @@ def environment(device: torch.device) -> dict[str, object]:
     """Columns that say which machine and software gave a record."""
     columns: dict[str, object] = {"torch": torch.__version__, "python": platform.python_version()}
     if device.type != "cuda":
-        return {**columns, "device": platform.machine(), "threads": torch.get_num_threads()}
+        return {**columns, "device": f"CPU {processor()}", "threads": torch.get_num_threads()}
     return {
         **columns,
         "device": torch.cuda.get_device_name(device),
         "cuda": torch.version.cuda,
         **_query(device),
     }
+
+
+def processor() -> str:
+    """The host's processor by name, its architecture where the system does not say."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
 
 
 def _query(device: torch.device) -> dict[str, object]:

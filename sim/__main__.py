@@ -25,12 +25,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from policies.attended import attended_on_cpu
 from policies.cost.breakeven import BreakEven, break_even
+from policies.cost.model import CostModel
 from policies.errors import Infeasible
 from sim import files, modes
 from sim.export import make_folder, read_export, write_request
 from sim.guard import SweepFailed, SweepRefused
 from sim.job import make_job
+from sim.mode_keys import OFFLINE, mode_of
 from sim.pack import Job
 from sim.report import break_even_lines, run_table
 from sim.run import RunSpec, simulate
@@ -100,8 +103,8 @@ def run_alone(config: Mapping[str, object], overrides: list[str], folder: Path) 
     for key in ("grid", "advise"):
         if config.get(key) is not None:
             raise ValueError(f"{key}: needs a sweep, add -m")
-    mode = modes.mode_of(config)
-    if mode != modes.OFFLINE:
+    mode = mode_of(config)
+    if mode != OFFLINE:
         modes.run_alone(mode, config, overrides, folder)
         _say_where(folder)
         return
@@ -135,8 +138,10 @@ def _break_even(spec: RunSpec, job: Job) -> BreakEven:
     most = max(blocks, key=lambda block: block.n_seqs * block.max_tokens)
     largest = replace(most, index=0)
     placement = spec.policy.place(spec.model, spec.hardware, (largest,))
+    belief = CostModel(spec.model, spec.belief or spec.hardware, placement)
+    on_cpu = attended_on_cpu(spec.policy, belief, largest)
     attention = spec.policy.buffers.attention
-    return break_even(spec.model, spec.hardware, placement, largest, attention)
+    return break_even(spec.model, spec.hardware, placement, largest, attention, on_cpu)
 
 
 def _say_where(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from policies.cost.flexgen_model import FlexGenJob
 from policies.drive import Policy
 from policies.flexgen import FlexGen
-from policies.flexgen_search import PlacementSearch
+from policies.flexgen_search import BATCH_SIZES, PlacementSearch
 from policies.spec.hardware import HardwareProfile
 from policies.spec.workload import Block
 from sim.run import RunSpec
@@ -138,6 +138,7 @@ class Space:
     ) -> Iterator[Candidate]:
         """FlexGen's placements: for every size and number of batches, and for its own sizes.
 
+        Its own are any of ``BATCH_SIZES`` and any number of batches, up to the largest allowed.
         ``blocks`` holds, by batch size, the longest block of the job.
         """
         policy = self.policies[name]
@@ -152,6 +153,7 @@ class Space:
             texts = (f"policy.percent={text}",)
             return _candidate(name, placed, job.batch_size, job.n_batches, texts)
 
+        yielded = set()
         for n_batches in self.n_batches:
             for size, block in blocks.items():
                 prompt_len = max(batch.prompt_len for batch in block.batches)
@@ -160,12 +162,16 @@ class Space:
                 )
                 if found is None:
                     break  # nor does a larger batch
+                yielded.add((size, n_batches))
                 yield candidate(found)
         if base.workload.source == "fixed":
             found = search.over_batches(
-                base.workload.prompt_len, base.workload.gen_len, max_batches=max(self.n_batches)
+                base.workload.prompt_len,
+                base.workload.gen_len,
+                [size for size in BATCH_SIZES if size <= self.max_batch_size],
+                max(self.n_batches),
             )
-            if found is not None:
+            if found and (found.job.batch_size, found.job.n_batches) not in yielded:
                 yield candidate(found)
 
 

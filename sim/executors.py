@@ -14,6 +14,7 @@ from itertools import groupby, islice
 
 from policies.cost.model import CostModel
 from policies.drive import (
+    Decider,
     Decision,
     Observer,
     Policy,
@@ -46,7 +47,7 @@ StepsToKeep = Callable[[int], int]
 @dataclass(frozen=True, slots=True)
 class BlockTimes:
     """One block, in seconds since its start; ``lane_s`` are uncontended sums, ``waits_s`` the
-    critical path by category.
+    critical path by category. ``n_beliefs`` counts those that decided, from the first block on.
     """
 
     n_ops: int
@@ -57,6 +58,7 @@ class BlockTimes:
     busy_s: dict[Lane, float]
     waits_s: dict[Category, float]
     spans: tuple[Span, ...]
+    n_beliefs: int = 1
 
 
 def simpy_blocks(
@@ -68,8 +70,12 @@ def simpy_blocks(
     keep: StepsToKeep,
 ) -> Iterator[BlockTimes]:
     """Blocks by the reference, op by op; for a policy with feedback, as they run."""
-    make = _closed_loop if wants_feedback(policy) else _open_loop
-    for ops, trace, linked in make(policy, blocks, plant, belief, observe):
+    asked = _Asked(policy)
+    if wants_feedback(policy):
+        ran = _closed_loop(asked, blocks, plant, belief, observe)
+    else:
+        ran = _open_loop(policy, blocks, plant, belief, observe)
+    for ops, trace, linked in ran:
         measured = metrics(trace)
         makespan_s = measured.makespan_s
         waits = attribute(trace.spans, [item.deps for item in linked])
@@ -83,7 +89,26 @@ def simpy_blocks(
             {lane: share * makespan_s for lane, share in measured.busy.items()},
             {category: share * makespan_s for category, share in waits.shares.items()},
             _kept(trace.spans, ops, n_steps),
+            max(1, asked.n_beliefs),
         )
+
+
+class _Asked:
+    """A policy with feedback; it counts the beliefs that it is asked for decisions under."""
+
+    feedback = True
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self.step = policy, policy.step
+        self._belief: CostModel | None = None
+        self.n_beliefs = 0
+
+    def decide(self, ctx: StepContext) -> Decision:
+        """As the policy decides."""
+        if ctx.belief is not self._belief:
+            self._belief = ctx.belief
+            self.n_beliefs += 1
+        return self._policy.decide(ctx)
 
 
 Ran = tuple[Sequence[Op], Trace, Sequence[LinkedOp]]
@@ -105,7 +130,7 @@ def _open_loop(
 
 
 def _closed_loop(
-    policy: Policy,
+    policy: Decider,
     blocks: Sequence[Block],
     plant: CostModel,
     belief: CostModel,

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sim import modes
 from sim.__main__ import CONF, WorkingFolder
+from sim.mode_keys import KAPPA, OFFLINE
 from sim.settings import explain
 
 
@@ -31,8 +32,10 @@ def main() -> int:
     def task(composed: DictConfig) -> None:
         config = cast(dict[str, object], OmegaConf.to_container(composed, resolve=True))
         settings = HydraConfig.get()
-        folder = Path(settings.runtime.output_dir)
-        modes.run_alone(modes.KAPPA, config, list(settings.overrides.task), folder)
+        overrides, folder = list(settings.overrides.task), Path(settings.runtime.output_dir)
+        if config["mode"] not in (OFFLINE, KAPPA):  # offline: the default of the configuration
+            raise ValueError(f"mode: {config['mode']!r} must be {KAPPA}, or not set, in sim.kappa")
+        modes.run_alone(KAPPA, config, overrides, folder)
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()

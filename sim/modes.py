@@ -1,8 +1,8 @@
 """What a command runs: ``mode=offline`` (a policy over a job), ``serve``, ``kappa`` or ``phase``.
 
 The offline mode is ``sim.run``; this is the edge of the others, alone and in a sweep. What
-readers get wrong: all modes share one configuration, and each refuses only what it reads; a key of
-another mode is not an error, or no configuration could be complete.
+readers get wrong: all modes share one configuration; a group of another mode is no error where it
+stands at its default, or no configuration could be complete (``mode_keys``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from policies.spec.model import ModelSpec
 from sim import files
 from sim.kappa_report import kappa_line, print_kappa
 from sim.kappa_search import kappa_record
+from sim.mode_keys import KAPPA, PHASE
 from sim.phase import phase_case, phase_line, phase_record, print_phase
 from sim.serve_entry import serve_job, write_serve
 from sim.serve_report import serve_line, serve_table
@@ -27,16 +28,6 @@ from sim.serve_settings import build_serve
 from sim.settings import check_keys, group_of, model_of
 
 T = TypeVar("T")
-
-OFFLINE, SERVE, KAPPA, PHASE = MODES = ("offline", "serve", "kappa", "phase")
-
-
-def mode_of(config: Mapping[str, object]) -> str:
-    """The mode of a configuration; ``ValueError`` for one that is none."""
-    mode = config.get("mode", OFFLINE)
-    if mode not in MODES:
-        raise ValueError(f"mode: {mode!r} is none of {', '.join(MODES)}")
-    return str(mode)
 
 
 def run_alone(
@@ -87,7 +78,7 @@ def run_in_sweep(
 def _machine(
     config: Mapping[str, object], overrides: Sequence[str]
 ) -> tuple[ModelSpec, HardwareProfile]:
-    check_keys(config)
+    check_keys(KAPPA, config, overrides)
     model = model_of(group_of(config, "model"), overrides)
     return model, hardware_from_mapping(group_of(config, "hardware"))
 

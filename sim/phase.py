@@ -21,8 +21,10 @@ from policies.plan.op import Kind, Op
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
 from policies.spec.model import ModelSpec
+from policies.typed import typed
 from sim.job import WorkloadSpec
-from sim.settings import check_keys, checked, group_of, model_of, typed, unknown_key
+from sim.mode_keys import PHASE
+from sim.settings import check_keys, checked, group_of, model_of, unknown_key
 
 WEIGHTS = ("streamed", "resident")
 
@@ -94,7 +96,7 @@ class PhaseRecord:
 
 def phase_case(config: Mapping[str, object], overrides: Collection[str]) -> PhaseCase:
     """The case that a resolved configuration describes; ``ValueError`` naming what is wrong."""
-    check_keys(config)
+    check_keys(PHASE, config, overrides)
     data = group_of(config, "workload")
     size = typed("workload.batch_size", int, data.get("batch_size"))
     workload = WorkloadSpec(**checked("workload", WorkloadSpec, data))

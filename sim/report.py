@@ -16,10 +16,10 @@ from rich.text import Text
 
 from policies.cost.breakeven import BreakEven, PhaseCost
 from policies.cost.flops import exact_recompute_flops, paper_recompute_flops
-from policies.plan.op import Attention
 from policies.spec.hardware import HardwareProfile
 from policies.spec.model import ModelSpec
 from sim.cached_tokens import sources_text
+from sim.remedy import WOULD_HELP
 from sim.result import RunRecord
 from sim.run import RunSpec
 
@@ -65,7 +65,10 @@ def break_even_lines(found: BreakEven) -> RenderableType:
         title += f", {found.n_ctx:,} tokens cached in mid-generation"
         lines.add_row(" decode step", _bound(found.decode))
     lines.add_row(" prefill", _bound(found.prefill))
-    if found.decode:
+    if found.decode and 0 < found.on_cpu_share < 1:
+        share = f"{100 * found.on_cpu_share:.0f} % of the cached tokens"
+        lines.add_row(" on the CPU", f"{share} are attended there, the KV of the others is loaded")
+    elif found.decode:
         lines.add_row(" recompute", _recompute(found))
     for note in _cannot_win(found):
         lines.add_row(" but", Text(note, style="yellow"))
@@ -92,8 +95,8 @@ def _bound(phase: PhaseCost) -> str:
 
 
 def _recompute(found: BreakEven) -> str:
-    if found.decode and found.decode.cpu_s > 0:
-        return "nothing to gain, decode loads no KV"
+    if found.on_cpu_share:
+        return "none: the CPU attends, decode loads no KV"
     closed = ""
     if found.n_recompute_closed is not None:
         closed = f"; closed form at constant rates: {found.n_recompute_closed:,.0f} tokens"
@@ -164,7 +167,7 @@ def run_table(
             _decided(spec.model, record),
         ]
     else:
-        groups.append(_failure(spec, record))
+        groups.append(_failure(record))
     groups.append(_flags(spec, record, overrides))
     for group in groups:
         for label, value in group:
@@ -255,6 +258,9 @@ def _decided(model: ModelSpec, record: RunRecord) -> list[Row]:
     if record.solver and record.n_recompute_mean is not None:
         mean = f"{record.n_recompute_mean:,.1f} tokens per batch and decode step, on average"
         rows.append(("recompute", mean))
+    if record.feedback:
+        changes = count(record.feedback_belief_changes or 0, "time")
+        rows.append(("feedback", f"the belief changed {changes}"))
     if record.n_load_mean is not None and (record.n_project_mean or not record.solver):
         rows.append(("cached tokens", sources_text(record)))
     n_ctx = (record.prompt_len or 0) + (record.gen_len or 0) // 2
@@ -264,34 +270,18 @@ def _decided(model: ModelSpec, record: RunRecord) -> list[Row]:
     return rows
 
 
-def _failure(spec: RunSpec, record: RunRecord) -> list[Row]:
+def _failure(record: RunRecord) -> list[Row]:
     if record.status != "oom":
         return [(record.status, Text(record.reason, style="bold red"))]
     tier, need, have = record.oom_tier, record.need_bytes or 0, record.have_bytes or 0
     where = "GPU" if tier == "gpu" else tier
     text = f"{where} memory: need {gib(need)}, have {gib(have)}, {gib(need - have)} short"
-    largest = record.reason.partition("(largest: ")[2].removesuffix(")")
+    what, _, helps = record.reason.partition(WOULD_HELP)
+    largest = what.partition("(largest: ")[2].removesuffix(")")
     rows: list[Row] = [("out of memory", Text(text, style="bold red"))]
     if largest:
         rows.append(("largest pool", largest))
-    unfused = spec.policy.buffers.attention is not Attention.FUSED
-    help_ = remedy(tier, largest, unfused, spec.workload.source == "fixed")
-    return [*rows, ("would help", help_)]
-
-
-def remedy(tier: str, largest: str, unfused: bool, fixed: bool) -> str:
-    """What to change when ``tier`` overflows and ``largest`` is its largest pool."""
-    parts = []
-    if tier == "gpu" and "resident KV" in largest:
-        parts.append("a policy that keeps KV on the host (flexgen, tightllm)")
-    if tier == "gpu" and "resident weights" in largest:
-        parts.append("policy.placement=host")
-    if "workspace" in largest and unfused:
-        parts.append("policy.attention=fused")
-    parts += ["a smaller workload.batch_size", "fewer workload.n_batches"]
-    if fixed:
-        parts.append("a smaller workload.prompt_len")
-    return f"{', '.join(parts)}, or a larger hardware.{tier}_bytes"
+    return [*rows, ("would help", helps)] if helps else rows
 
 
 def _flags(spec: RunSpec, record: RunRecord, overrides: Sequence[str]) -> list[Row]:

@@ -22,6 +22,9 @@ class RunRecord:
     ``n_load_mean`` to ``n_resident_mean`` say where the cached tokens of a batch come from in a
     decode step, on average over batches and steps: KV loaded, layer inputs projected, recomputed,
     KV attended on the CPU, KV that stays on the GPU. They sum to the context.
+
+    ``feedback`` says whether the loop was closed, ``feedback_belief_changes`` how often a decision
+    was taken under another belief than the one before.
     """
 
     policy: str
@@ -83,6 +86,8 @@ class RunRecord:
     extrapolated: str = ""
     solver: str = ""
     solve_s: float | None = None
+    feedback: bool | None = None
+    feedback_belief_changes: int | None = None
     oom_tier: str = ""
     need_bytes: int | None = None
     have_bytes: int | None = None

@@ -36,6 +36,7 @@ from sim.job import WorkloadSpec, make_job
 from sim.memory import Ledger
 from sim.pack import Job
 from sim.program_cache import ProgramCache
+from sim.remedy import WOULD_HELP, Sizes, remedy
 from sim.result import RunRecord
 from sim.tracing import UntraceableError
 
@@ -96,6 +97,7 @@ class _Tally:
     tpot_weight: float = 0.0
     tpot_seqs: int = 0
     n_ops: int = 0
+    n_beliefs: int = 1
     spans: list[Span] = field(default_factory=list)
 
     def add(self, block: Block, times: BlockTimes) -> None:
@@ -118,6 +120,7 @@ class _Tally:
         self.spans.extend(spans)
         self.clock_s += times.makespan_s
         self.n_ops += times.n_ops
+        self.n_beliefs = times.n_beliefs
 
     def steps_to_keep(self, n_ops: int) -> int:
         """Leading steps of the next block, of ``n_ops`` ops, whose spans may be wanted."""
@@ -149,6 +152,7 @@ def simulate(
         limit=spec.workload.limit,
         max_new=spec.workload.max_new,
         seed=spec.seed,
+        feedback=wants_feedback(spec.policy),
     )
     try:
         job = job or make_job(spec.workload, spec.model, spec.hardware, spec.policy, spec.seed)
@@ -161,10 +165,12 @@ def simulate(
     try:
         peaks = book(spec.model, spec.hardware, placement, spec.policy.buffers, blocks)
     except OutOfMemory as error:
+        sizes = Sizes(spec.workload.source == "fixed", max(len(b.batches) for b in job.blocks))
+        helps = remedy(error, spec.model, spec.hardware, placement, spec.policy, blocks, sizes)
         record = _amend(
             base,
             status="oom",
-            reason=str(error),
+            reason=f"{error}{WOULD_HELP}{helps}",
             oom_tier=error.tier,
             need_bytes=error.need_bytes,
             have_bytes=error.have_bytes,
@@ -222,6 +228,7 @@ def _execute(
         **source_columns(decided.sources(placement, _all_on_cpu(spec.policy))),
         solver=" ".join(sorted(decided.solvers)),
         solve_s=decided.solve_s,
+        feedback_belief_changes=tally.n_beliefs - 1 if base.feedback else None,
         extrapolated=" ".join(sorted(plant.extrapolated)),
         trace=mode,
         engine=engine,

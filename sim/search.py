@@ -102,6 +102,21 @@ class Tried(NamedTuple):
     value: float | None
 
 
+class Unfit(NamedTuple):
+    """A candidate that does not fit, and what it lacks."""
+
+    candidate: Candidate
+    error: OutOfMemory
+
+    def __str__(self) -> str:
+        """Which candidate, and the error, which names the largest pool."""
+        return f"{' '.join(self.candidate.overrides)}: {self.error}"
+
+    def lacks(self) -> float:
+        """Bytes needed over bytes there."""
+        return self.error.need_bytes / max(1, self.error.have_bytes)
+
+
 @dataclass(slots=True)
 class Machine:
     """Candidates on one machine: bounded and simulated, each at most once."""
@@ -114,6 +129,7 @@ class Machine:
     _tried: dict[Candidate, Tried] = field(default_factory=dict)
     _placed: dict[Candidate, Placement] = field(default_factory=dict)
     n_unfit: int = 0
+    nearest: Unfit | None = None  # of those that do not fit, what lacks least
 
     @property
     def n_simulated(self) -> int:
@@ -152,7 +168,7 @@ class Machine:
             places = possible_placements(policy, model, hardware, blocks)
         else:
             places = (self.placed(candidate),)
-        if not any(self._fits(policy, placement, blocks) for placement in places):
+        if not self._fits(candidate, places, blocks):
             self.n_unfit += 1
             return None
         if isinstance(policy, Mixed):
@@ -160,12 +176,22 @@ class Machine:
         costs = CostModel(model, hardware, self.placed(candidate))
         return self.objective.upper(run_bound(policy, costs, blocks), job)
 
-    def _fits(self, policy: Policy, placement: Placement, blocks: Sequence[Block]) -> bool:
-        try:
-            check_run(self.base.model, self.hardware, placement, policy.buffers, blocks)
-        except OutOfMemory:
-            return False
-        return True
+    def _fits(
+        self, candidate: Candidate, places: Iterable[Placement], blocks: Sequence[Block]
+    ) -> bool:
+        """Whether the candidate runs in one of ``places``; if not, ``nearest`` may be it."""
+        lacking = []
+        for placement in places:
+            try:
+                buffers = candidate.policy.buffers
+                check_run(self.base.model, self.hardware, placement, buffers, blocks)
+            except OutOfMemory as error:
+                lacking.append(Unfit(candidate, error))
+            else:
+                return True
+        known = [] if self.nearest is None else [self.nearest]
+        self.nearest = min([*known, *lacking], key=Unfit.lacks, default=None)
+        return False
 
     def tried(self, candidate: Candidate) -> Tried:
         """The candidate's run."""

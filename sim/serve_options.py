@@ -77,12 +77,14 @@ def kv_capacity_tokens(model: ModelSpec, hardware: HardwareProfile, options: Ser
         return options.capacity_tokens
     widest = max(model.d_ffn, model.top_k * model.d_expert, model.n_heads * model.qk_dim)
     per_row = (2 * model.d_model + 2 * widest) * ACT_BYTES_PER_ELEM
-    used = model.weight_bytes + options.budget_tokens * per_row
+    activations = options.budget_tokens * per_row
+    used = model.weight_bytes + activations
     have = hardware.usable_bytes("gpu")
     tokens = int((have - used) // model.kv_bytes_per_token)
     if tokens < 1:
         need = used + round(model.kv_bytes_per_token)
-        raise OutOfMemory("gpu", need, int(have), "weights")
+        largest = "weights" if model.weight_bytes >= activations else "serve.budget_tokens"
+        raise OutOfMemory("gpu", need, int(have), largest)
     return tokens
 
 

@@ -19,13 +19,15 @@ from hydra.utils import instantiate
 from policies.solver import SOLVERS
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
+from policies.typed import typed
 from sim.arrivals import Arrivals
 from sim.fleet import ServeSpec
+from sim.mode_keys import SERVE
 from sim.power import PowerModel, capped
 from sim.serve_options import ServeOptions
 from sim.serve_result import Targets
 from sim.sessions import Sessions, load_sessions
-from sim.settings import belief_of, check_keys, checked, group_of, model_of, typed, unknown_key
+from sim.settings import belief_of, check_keys, checked, group_of, model_of, unknown_key
 
 LOG_MODES = ("auto", "full", "none")
 _ARRIVAL_KEYS = {"arrivals": "mode"} | {
@@ -41,7 +43,6 @@ _POWER_KEYS = {
 }
 _OPTION_KEYS = {f.name: f.name for f in fields(ServeOptions)}
 _OWN_KEYS = ("limit", "history", "n_groups", "cap_watts", "log")
-_OFFLINE_WORKLOAD = ("limit", "max_new", "n_batches", "batch_size", "reject_long", "n_generated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def build_serve(config: Mapping[str, object], overrides: Collection[str] = ()) -
 
     ``ValueError`` names the key, its value and what is allowed.
     """
-    check_keys(config)
+    check_keys(SERVE, config, overrides)
     keys = group_of(config, "serve")
     known = (*_ARRIVAL_KEYS, *_TARGET_KEYS, *_POWER_KEYS, *_OPTION_KEYS, *_OWN_KEYS)
     for key in keys:
@@ -86,7 +87,7 @@ def build_serve(config: Mapping[str, object], overrides: Collection[str] = ()) -
     for key in known:
         if key not in keys:
             raise ValueError(f"serve.{key}: is missing")
-    name, source, path = _workload(group_of(config, "workload"), overrides)
+    name, source, path = _workload(group_of(config, "workload"))
     machines, power = _machines(config, keys)
     log = typed("serve.log", str, keys["log"])
     if log not in LOG_MODES:
@@ -157,13 +158,8 @@ def _part(cls: type[Any], keys: Mapping[str, Any], names: Mapping[str, str]) -> 
     return checked("serve", cls, data)
 
 
-def _workload(data: dict[str, Any], overrides: Collection[str]) -> tuple[str, str, str | None]:
+def _workload(data: dict[str, Any]) -> tuple[str, str, str | None]:
     """Name, source and path."""
-    for override in overrides:
-        group, _, field = override.partition("=")[0].lstrip("+~").partition(".")
-        if group == "workload" and field in _OFFLINE_WORKLOAD:
-            hint = f"; serve.{field} exists" if field in (*_OPTION_KEYS, *_OWN_KEYS) else ""
-            raise ValueError(f"workload.{field}: applies to mode=offline only{hint}")
     path = data.get("path")
     if data.get("task") is not None:
         raise ValueError(f"workload.task: {data['task']!r} applies to mode=offline only")

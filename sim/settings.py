@@ -8,13 +8,11 @@ somebody believes in. Unknown keys are refused, at every level, with the keys th
 from __future__ import annotations
 
 import difflib
-import math
-import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import yaml
 from hydra.errors import (
@@ -32,15 +30,12 @@ from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
 from policies.spec.model import ModelSpec
 from policies.spec.model_hf import load_hf_config
-from sim.files import AROUND
+from policies.typed import is_of, typed, whole_hint
 from sim.job import WorkloadSpec
+from sim.mode_keys import KEYS, OFFLINE, refuse_unread
 from sim.run import RunSpec
 
 GROUPS = ("model", "hardware", "workload", "policy")
-_READ_HERE = (*GROUPS, "seed", "trace", "engine", "belief")
-READ_BY_SERVING = ("mode", "serve", "admission", "prefix", "routing", "fleet")
-_READ_BY_PHASE = ("phase",)
-_READ_BY_SWEEPS = AROUND
 
 
 def build(config: Mapping[str, object], overrides: Collection[str] = ()) -> RunSpec:
@@ -49,7 +44,7 @@ def build(config: Mapping[str, object], overrides: Collection[str] = ()) -> RunS
     ``overrides`` are the command line's: with ``model.from_hf`` they decide which fields of
     ``model`` win over the file. ``ValueError`` names the key, its value and what is allowed.
     """
-    check_keys(config)
+    check_keys(OFFLINE, config, overrides)
     hardware = hardware_from_mapping(group_of(config, "hardware"))
     seed = typed("seed", int, config.get("seed", 0))
     if seed < 0:
@@ -66,12 +61,12 @@ def build(config: Mapping[str, object], overrides: Collection[str] = ()) -> RunS
     )
 
 
-def check_keys(config: Mapping[str, object]) -> None:
-    """``ValueError`` for a key of a composed configuration that no mode reads."""
-    known = (*_READ_HERE, *READ_BY_SERVING, *_READ_BY_PHASE, *_READ_BY_SWEEPS)
+def check_keys(mode: str, config: Mapping[str, object], overrides: Collection[str] = ()) -> None:
+    """``ValueError`` for a key that no mode reads, and for one set that ``mode`` does not read."""
     for key in config:
-        if key not in known:
-            raise ValueError(unknown_key("", key, known))
+        if key not in KEYS:
+            raise ValueError(unknown_key("", key, KEYS))
+    refuse_unread(mode, config, overrides)
 
 
 def group_of(config: Mapping[str, object], name: str) -> dict[str, Any]:
@@ -99,9 +94,9 @@ def _workload(data: dict[str, Any]) -> WorkloadSpec:
     size = data.get("batch_size")
     if size == "auto":
         data["batch_size"] = None
-    elif size is not None and not _is(int, size):
+    elif size is not None and not is_of(int, size):
         raise ValueError(
-            f"workload.batch_size: {size!r} must be a whole number or auto{_hint(size)}"
+            f"workload.batch_size: {size!r} must be a whole number or auto{whole_hint(size)}"
         )
     path = data.get("path")
     if data.get("task") is not None and path is None:
@@ -177,44 +172,6 @@ def checked(root: str, cls: type[Any], data: Mapping[str, object]) -> dict[str, 
         if field.name not in data and not optional:
             raise ValueError(f"{root}.{field.name}: is missing, {cls.__name__} needs it")
     return {key: typed(f"{root}.{key}", hints[key], value) for key, value in data.items()}
-
-
-def typed(name: str, kind: Any, value: object) -> Any:
-    """``value`` if it is of ``kind``; ``ValueError`` naming it."""
-    if not _is(kind, value):
-        hint = _hint(value) if kind is not str else ""
-        raise ValueError(f"{name}: {value!r} must be {_said(kind)}{hint}")
-    return value
-
-
-def _hint(value: object) -> str:
-    """What to say of a whole number that was written as 1e3."""
-    whole = isinstance(value, float) and value.is_integer()
-    return " (write it without an exponent)" if whole else ""
-
-
-def _is(kind: Any, value: object) -> bool:
-    if get_origin(kind) in (Union, types.UnionType):
-        return any(_is(part, value) for part in get_args(kind))
-    if get_origin(kind) is tuple:
-        items = value if isinstance(value, Sequence) and not isinstance(value, str) else [None]
-        return all(_is(float, item) for item in items)
-    if kind is types.NoneType:
-        return value is None
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    if kind is float:
-        return isinstance(value, int | float) and math.isfinite(value)
-    return isinstance(value, kind)
-
-
-def _said(kind: Any) -> str:
-    if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(_said(part) for part in get_args(kind))
-    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
-    if get_origin(kind) is tuple:
-        return "a list of numbers"
-    return "null" if kind is types.NoneType else words.get(kind, str(kind))
 
 
 # ---- messages ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from sim import files, modes
 from sim.cells import Cell, Composer, expand
 from sim.columns import write_atomically
 from sim.export import read_export, write_request
+from sim.mode_keys import OFFLINE, mode_of
 from sim.program_cache import ProgramCache
 from sim.report import sweep_line
 from sim.result import RunRecord
@@ -140,10 +141,10 @@ def run_in_sweep(
     if resume is not None and resume.keeps(folder, provenance["cell_sha256"]):
         return "kept"
     try:
-        mode = modes.mode_of(config)
-        if config.get("advise") is not None and composer is not None:
+        mode = mode_of(config)
+        if mode == OFFLINE and config.get("advise") is not None and composer is not None:
             return _advise(config, overrides, folder, label, provenance, composer)
-        if mode == modes.OFFLINE:
+        if mode == OFFLINE:
             spec, export = build(config, overrides), read_export(config)
             result = simulate(spec, known=known)
             files.write_run(folder, result, config, provenance)

@@ -82,7 +82,8 @@ class BreakEven:
     form, None outside its conditions. ``cpu_step_s`` is a decode step that reads weights and KV by
     the CPU and never the link, without its arithmetic (None: something lies on disk or on the GPU
     already); from ``offload_wins_seqs`` sequences on the link is faster (None: at no size).
-    ``resident_bytes`` is what holding everything on the GPU takes.
+    ``on_cpu_share`` of the cached tokens are attended on the CPU: their KV is not loaded, and
+    recompute is not looked at. ``resident_bytes`` is what holding everything on the GPU takes.
     """
 
     n_seqs: int
@@ -96,6 +97,7 @@ class BreakEven:
     offload_wins_seqs: int | None
     resident_bytes: int
     gpu_usable_bytes: float
+    on_cpu_share: float = 0.0
 
     @property
     def fits_on_gpu(self) -> bool:
@@ -121,21 +123,26 @@ def break_even(
     placement: Placement,
     block: Block,
     attention: Attention = Attention.FUSED,
+    on_cpu: tuple[int, ...] = (),
 ) -> BreakEven:
     """Bounds of ``block`` under ``placement``; decode is priced at its middle step.
 
-    With ``attention=cpu`` decode loads no KV and recomputes nothing. Times are uncontended sums of
+    ``on_cpu[b]`` is 1 where a decode step attends batch b on the CPU, and with ``attention=cpu`` it
+    is so for all: their KV is not loaded and nothing is recomputed. Times are uncontended sums of
     ``CostModel.seconds`` over all layers and batches.
     """
     costs = CostModel(model, hardware, placement)
     usable = hardware.usable_bytes("gpu")
     step = block.max_new // 2
+    if attention is Attention.CPU:
+        on_cpu = (1,) * len(block.batches)
+    share = _share(block, step, on_cpu) if block.max_new > 1 else 0.0
     decode, best, gain = None, 0, 1.0
     if block.max_new > 1:
-        decode = phase_cost(costs, block, step, attention)
-        if attention is not Attention.CPU:
+        decode = phase_cost(costs, block, step, attention, on_cpu=on_cpu)
+        if not share:
             best, gain = _best_recompute(costs, block, step, attention)
-    cpu_step_s, wins = _cpu(model, hardware, placement, block, decode)
+    cpu_step_s, wins = _cpu(model, hardware, placement, block, decode, share)
     return BreakEven(
         n_seqs=block.n_seqs,
         n_ctx=max(_contexts(block, step)) if decode else 0,
@@ -143,16 +150,24 @@ def break_even(
         decode=decode,
         n_recompute=best,
         recompute_gain=gain,
-        n_recompute_closed=_closed_form(costs, block, step, decode),
+        n_recompute_closed=None if share else _closed_form(costs, block, step, decode),
         cpu_step_s=cpu_step_s,
         offload_wins_seqs=wins,
         resident_bytes=_resident_bytes(model, block, attention),
         gpu_usable_bytes=usable,
+        on_cpu_share=share,
     )
 
 
 def _contexts(block: Block, step: int) -> tuple[int, ...]:
     return tuple(b.prompt_len + step - 1 if step else 0 for b in block.batches)
+
+
+def _share(block: Block, step: int, on_cpu: tuple[int, ...]) -> float:
+    """Share of the cached tokens, over all sequences, that are attended on the CPU."""
+    tokens = [b.n_seqs * n for b, n in zip(block.batches, _contexts(block, step), strict=True)]
+    there = zip(tokens, on_cpu or (0,) * len(tokens), strict=True)
+    return sum(n for n, cpu in there if cpu) / sum(tokens)
 
 
 def phase_cost(
@@ -163,17 +178,21 @@ def phase_cost(
     n_recompute: int = 0,
     stores: bool = True,
     front: bool = False,
+    on_cpu: tuple[int, ...] = (),
 ) -> PhaseCost:
     """Resource seconds of one step in which every batch recomputes up to ``n_recompute`` tokens.
 
     With ``stores`` false nothing leaves the GPU: so it is in a block's last step, and so it may be
     wherever the next step recomputes. The first tokens, as many as the placement says, lie as layer
-    inputs. ``front``: the first tokens are recomputed, not the last.
+    inputs. ``front``: the first tokens are recomputed, not the last. ``on_cpu[b]`` is 1 where batch
+    b attends on the CPU in decode; with ``attention=cpu`` all do.
     """
     n_layers = costs.model.n_layers
     # Layers of a kind cost the same, and so do batches of the same shape.
     kinds = costs.placement.layer_kinds(costs.model)
-    on_cpu = attention is Attention.CPU and step > 0
+    n_batches = len(block.batches)
+    everywhere = (int(attention is Attention.CPU),) * n_batches
+    there = (on_cpu or everywhere) if step else (0,) * n_batches
     forward = Attention.UNFUSED if attention is Attention.CPU else attention
 
     def total(op: Op) -> float:
@@ -186,7 +205,8 @@ def phase_cost(
     weights_s, disk_s = move(Kind.LOAD_WEIGHT), move(Kind.READ_WEIGHT)
     kv_s = store_s = compute_s = cpu_s = 0.0
     heads = costs.placement.heads(block)
-    for (batch, head), times in Counter(zip(block.batches, heads, strict=True)).items():
+    alike = Counter(zip(block.batches, heads, there, strict=True))
+    for (batch, head, cpu), times in alike.items():
         n_ctx = batch.prompt_len + step - 1 if step else 0
         again = min(n_recompute, n_ctx)
         n_new = 1 if step else batch.prompt_len
@@ -202,7 +222,7 @@ def phase_cost(
         work = Op(Kind.FORWARD, block.index, step, n_seqs=n, n_new=n_new,
                   n_recompute=0 if front else again, n_front=again if front else 0,
                   n_project=inputs, n_ctx=n_ctx, attention=forward)  # fmt: skip
-        if on_cpu:
+        if cpu:
             attend = replace(work, kind=Kind.CPU_ATTEND, stop=n_ctx, n_project=0)
             cpu_s += times * total(attend)
             for scope in (Scope.QKV, Scope.OUTPUT, Scope.MLP):
@@ -280,13 +300,15 @@ def _cpu(
     placement: Placement,
     block: Block,
     decode: PhaseCost | None,
+    on_cpu_share: float,
 ) -> tuple[float | None, int | None]:
     """Seconds of a decode step on the CPU, and from how many sequences on the link is faster.
 
         n kv / cpu_attention_bytes_per_s + touched(n) / cpu_bytes_per_s >= link(n)
 
-    link(n) loads the same weights (all experts) and KV at the H2D rate. Only where all of both
-    lies in host memory: otherwise neither side pays for everything.
+    link(n) loads the same weights (all experts) and, at the H2D rate, the KV but for
+    ``on_cpu_share`` of it, which the CPU reads either way. Only where all weights and KV
+    lie in host memory: otherwise neither side pays for everything.
     """
     kv = placement.kv[block.index]
     total = sum(model.layer_bytes(i) for i in range(model.n_layers))
@@ -299,7 +321,8 @@ def _cpu(
         return weights + n * kv_bytes / hardware.cpu_attention_bytes_per_s
 
     def link_s(n: int) -> float:
-        return (total + n * kv_bytes) / hardware.h2d.bytes_per_s
+        loaded = n * kv_bytes * (1.0 - on_cpu_share)
+        return (total + loaded) / hardware.h2d.bytes_per_s
 
     return cpu_s(block.n_seqs), _first(lambda n: cpu_s(n) >= link_s(n))
 

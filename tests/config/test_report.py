@@ -13,7 +13,6 @@ from sim.report import (
     gib,
     matters,
     overridden,
-    remedy,
     run_table,
     sweep_line,
 )
@@ -105,26 +104,6 @@ def test_a_name_with_brackets_is_no_markup():
     assert "chat [red]" in table(record)
 
 
-@pytest.mark.parametrize(
-    ("tier", "largest", "word"),
-    [
-        ("gpu", "block 0: workspace", "policy.attention=fused"),
-        ("gpu", "resident weights", "policy.placement=host"),
-        ("gpu", "weight slots", "hardware.gpu_bytes"),
-        ("host", "weights", "hardware.host_bytes"),
-        ("disk", "block 0: KV on disk", "hardware.disk_bytes"),
-    ],
-)
-def test_remedies_name_settings_that_exist(tier, largest, word):
-    assert word in remedy(tier, largest, unfused=True, fixed=True)
-
-
-def test_remedies_leave_out_what_does_not_apply():
-    text = remedy("gpu", "block 0: workspace", unfused=False, fixed=False)
-    assert "attention" not in text
-    assert "prompt_len" not in text
-
-
 def test_numbers_that_were_overridden_are_no_guesses_of_the_profile():
     text = table(overrides=["hardware.duplex=1", "++hardware.h2d.latency_s=0", "seed=1"])
     assert "duplex" not in text.partition("guesses")[2].partition("overridden")[0]
@@ -151,11 +130,25 @@ def test_break_even_names_the_bound_and_the_gain(width):
     assert "the CPU could read weights and KV" in joined
 
 
-def test_break_even_of_an_engine_that_attends_on_the_cpu():
-    spec = build(composed(*SMALL, "policy=flexgen-cpu"))
+@pytest.mark.parametrize("policy", ["flexgen-cpu", "zero-inference-cpu"])
+def test_break_even_of_an_engine_that_attends_on_the_cpu(policy):
+    spec = build(composed(*SMALL, f"policy={policy}"))
     text = shown(break_even_lines(_break_even(spec, _job(spec))))
     assert "CPU attention" in text
-    assert "nothing to gain, decode loads no KV" in text
+    assert "KV in " not in text.partition("compute")[0]
+    assert "none: the CPU attends, decode loads no KV" in text
+
+
+@pytest.mark.parametrize(("n_cpu", "share"), [(0, ""), (1, "25 %"), (3, "75 %"), (4, "")])
+def test_break_even_of_batches_on_both_sides_is_that_of_the_decision(n_cpu, share):
+    spec = build(composed(*SMALL, "policy=cpu-attention", f"policy.cpu_share={n_cpu / 4}"))
+    found = _break_even(spec, _job(spec))
+    assert found.on_cpu_share == n_cpu / 4
+    assert (found.decode.kv_s > 0, found.decode.cpu_s > 0) == (n_cpu < 4, n_cpu > 0)
+    text = " ".join(shown(break_even_lines(found)).split())
+    assert ("of the cached tokens are attended there" in text) == bool(share)
+    assert share in text
+    assert ("a decode step gains" in text) == (n_cpu == 0)
 
 
 @pytest.mark.parametrize(

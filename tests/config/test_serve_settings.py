@@ -6,7 +6,8 @@ import pytest
 
 from policies.errors import OutOfMemory
 from sim import files
-from sim.modes import mode_of, run_in_sweep
+from sim.mode_keys import mode_of
+from sim.modes import run_in_sweep
 from sim.serve_entry import ITERATIONS, REQUESTS, serve_job, write_serve
 from sim.serve_report import serve_line, serve_table
 from sim.serve_settings import build_serve
@@ -76,7 +77,7 @@ def test_belief_reaches_the_prefix_policy():
         (("~serve.rate",), r"serve.rate: is missing"),
         (("serve.arrivals=never",), r"serve.arrivals: 'never' is none of"),
         (("serve.log=loud",), r"serve.log: 'loud' is none of"),
-        (("workload.limit=5",), r"workload.limit: applies to mode=offline only; serve.limit"),
+        (("workload.limit=5",), r"workload.limit: mode=serve does not read it.*; serve.limit"),
         (("workload=fixed",), r"workload.source: 'fixed' cannot be served"),
         (("admission=utilisation-aware", "admission.aging_per_s=-1"), r"admission.aging_per_s: -1"),
         (("admission=vram-aware", "admission.rules.max_overtaken=1.5"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from calibrate import __main__ as command
 from calibrate.compare import compare, decode_bound
+from calibrate.devices import device_warning
 from calibrate.replay import DECISIONS, REQUEST, RESULT, TRACE, replay
 from calibrate.report import Tolerance, make_report, write_report
 from calibrate.report_text import markdown
@@ -18,12 +19,12 @@ from policies.accelerate import Accelerate
 from policies.drive import Policy
 from policies.plan.op import Kind, Lane
 from policies.run_request import RunRequest
-from policies.spec.hardware import HardwareProfile, Link
+from policies.spec.hardware import HardwareProfile, Link, Provenance
 from policies.spec.workload import Batch, Block
 from policies.tightllm import TightLLM
 from policies.trace.decisions import write_decisions
 from policies.trace.jsonl import write_jsonl
-from policies.trace.span import Span, Trace
+from policies.trace.span import Span, Trace, parse_key
 from tests.policies_table import OPT, SMALL
 
 ZERO = Tolerance(0.0, 0.0)
@@ -65,7 +66,25 @@ def test_a_simulation_compared_with_itself_is_exactly_zero(tmp_path: Path) -> No
         assert all(
             g.bias == g.mape == g.worst_error == 0.0 for g in (*c.kinds, *c.phases, *c.lanes)
         )
-    assert {run.pageable for run in report.runs} == {False, True}
+    assert {run.memory for run in report.runs} == {"pinned", "pageable"}
+
+
+def test_a_closed_loop_is_simulated_as_late_as_its_plans_came(tmp_path: Path) -> None:
+    late_s = [0.0, 0.5, 0.0, 0.25]  # the third and the fifth step after the first two
+    waits = {(0, 3): 0.5, (1, 0): 0.5, (1, 1): 0.75, (1, 2): 0.75}
+
+    def later(span: Span) -> Span:
+        key = parse_key(span.key)
+        more_s = waits.get((key.block, key.step), 0.0)
+        return span._replace(start_s=span.start_s + more_s, end_s=span.end_s + more_s)
+
+    write_run(tmp_path / "run", request(policy=TightLLM(solver="dp", feedback=True)), change=later)
+    result = {"status": "ok", "device": "Test GPU", "feedback_late_s": late_s}
+    (tmp_path / "run" / RESULT).write_text(json.dumps(result), encoding="utf-8")
+    run = make_report(tmp_path, SMALL, ZERO, ZERO).runs[0]
+    assert run.closed_loop
+    assert [t.error for t in run.comparison.steps] == pytest.approx([0.0] * 7, abs=1e-9)
+    assert run.comparison.makespan.sim_s > 0.75
 
 
 def test_slower_loads_show_up_as_exactly_that(tmp_path: Path) -> None:
@@ -185,4 +204,28 @@ def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     data = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert data["passed"]
     assert data["runs"][0]["decisions_equal"]
-    assert "Passed" in capsys.readouterr().out
+    assert data["warning"] == ""
+    printed = capsys.readouterr().out
+    assert "Passed" in printed
+    assert "warning" not in printed
+
+
+def test_runs_of_another_device_are_warned_of(tmp_path: Path) -> None:
+    def measured_on(*devices: str) -> HardwareProfile:
+        sources = (Provenance("measured", "here", device=device) for device in devices)
+        guessed = Provenance("imported", "elsewhere", device="Test GPU")
+        names = [f.name for f in fields(SMALL) if f.name not in ("name", "provenance")]
+        provenance = dict.fromkeys(names, guessed) | dict(zip(names, sources, strict=False))
+        return replace(SMALL, provenance=provenance)
+
+    assert device_warning(measured_on("Test GPU"), ("Test GPU",), "this is") == ""
+    write_run(tmp_path / "run", request(policy=Accelerate()))
+    for devices, word in ((("Other",), "on Other,"), (("Other", "Test GPU"), "on Other, Test GPU,"),
+                          ((), "names no device")):  # fmt: skip
+        report = make_report(tmp_path, measured_on(*devices), ZERO, ZERO)
+        assert word in report.warning
+        assert "the runs are of Test GPU" in report.warning
+        assert f"**Warning**: {report.warning}." in markdown(report)
+    (tmp_path / "run" / RESULT).write_text("{}", encoding="utf-8")
+    report = make_report(tmp_path, measured_on("Test GPU"), ZERO, ZERO)
+    assert "the runs are of a device without a name" in report.warning

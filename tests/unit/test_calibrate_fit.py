@@ -121,6 +121,16 @@ def test_small_sizes_are_left_out_of_a_pageable_link() -> None:
     assert fit.fit_link(used, 0.0).link.bytes_per_s == pytest.approx(8e9)
 
 
+def test_latency_is_at_most_what_the_quickest_copy_took() -> None:
+    """Large copies that get faster with size would draw the line through a latency of 3 ms."""
+    seconds = {64 * 2**10: 50e-6, 64 * MIB: 12e-3, 256 * MIB: 37e-3, 1024 * MIB: 142e-3}
+    points = [point(Case("h2d_pageable", {"nbytes": n}), (s,)) for n, s in seconds.items()]
+    link = fit.fit_link(points, 64 * MIB).link
+    assert fit.fit_link(points[1:], 64 * MIB).link.latency_s > 2e-3
+    assert 0.0 <= link.latency_s <= 50e-6
+    assert link.seconds(1024 * MIB) == pytest.approx(142e-3, rel=0.1)
+
+
 def test_gemm_rate_is_total_flops_over_total_time() -> None:
     slow, quick = (Case("gemm", {"rows": 8, "k": k, "n": 128, "elem_bytes": 2}) for k in (64, 256))
     points = [point(slow, (2.0,)), point(quick, (1.0,))]

@@ -236,6 +236,17 @@ def test_a_run_with_feedback_takes_simpy():
     assert (closed.record.engine, opened.record.engine) == ("simpy", "fast")
     assert list(closed.decisions) == list(opened.decisions)
     assert closed.record.makespan_s == pytest.approx(opened.record.makespan_s, rel=1e-9)
+    assert (closed.record.feedback, closed.record.feedback_belief_changes) == (True, 0)
+    assert (opened.record.feedback, opened.record.feedback_belief_changes) == (False, None)
+
+
+def test_the_record_counts_the_beliefs_that_decided():
+    wrong = replace(SMALL, h2d=replace(SMALL.h2d, bytes_per_s=2e9))
+    record = simulate(replace(SPEC, belief=wrong)).record
+    assert record.feedback_belief_changes >= 1
+    assert "feedback_belief_changes" in record.as_row()
+    short = replace(SPEC, belief=wrong, workload=replace(SPEC.workload, gen_len=1))
+    assert simulate(short).record.feedback_belief_changes == 0
 
 
 def test_feedback_goes_on_from_block_to_block():

@@ -12,7 +12,8 @@ from experiments import style
 from experiments.callback import draw_figure
 from experiments.load import load_sweep
 from experiments.table import comparison
-from sim.modes import mode_of, run_in_sweep
+from sim.mode_keys import mode_of
+from sim.modes import run_in_sweep
 from tests.serving_table import CONF
 
 SHRUNK = {  # experiment: values to keep of each key (1 where not said), and what makes a run small

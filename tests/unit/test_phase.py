@@ -19,7 +19,8 @@ from experiments.load import load_sweep
 from experiments.table import comparison
 from policies.cost.layer_work import layer_work
 from sim.cells import expand
-from sim.modes import PHASE, mode_of, run_alone, run_in_sweep
+from sim.mode_keys import PHASE, mode_of
+from sim.modes import run_alone, run_in_sweep
 from sim.phase import phase_case, phase_record, print_phase
 from tests.serving_table import CONF, model
 

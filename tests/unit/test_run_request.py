@@ -62,7 +62,15 @@ def edited(**changes: object) -> str:
         (edited(policy__class="os.system"), "request.policy.class: 'os.system' is no policy"),
         (edited(policy__args__speed=9), "request.policy.args.speed: unknown key"),
         (edited(policy__args__bucket_tokens=0), "policy.bucket_tokens: 0"),
-        (edited(model__n_layers="3"), "request.model.n_layers: '3' must be of type int"),
+        (edited(policy__args__bucket_tokens="x"),
+         "request.policy.args.bucket_tokens: 'x' must be a whole number"),
+        (edited(policy__args__n_slices=1.5), "n_slices: 1.5 must be a whole number or null"),
+        (edited(policy__args__feedback="yes"), "feedback: 'yes' must be true or false"),
+        (edited(policy__args__distributor=1), "distributor: 1 must be true or false"),
+        (edited(policy={"class": "policies.flexgen.FlexGen", "args": {"percent": [0, "x"]}}),
+         "percent: .* must be a list of numbers or null"),
+        (edited(model__n_layers="3"), "request.model.n_layers: '3' must be a whole number"),
+        (edited(model__kv_bytes_per_elem=True), "kv_bytes_per_elem: True must be a finite number"),
         (edited(model__d_model=-1), "model.d_model: -1 must be positive"),
         (edited(model__d_model=None), "request.model: .*d_model"),
         (edited(hardware__h2d=None), "hardware.h2d: is missing"),
@@ -71,7 +79,7 @@ def edited(**changes: object) -> str:
         (edited(blocks__0__batches=[[0, 5]]), r"request.blocks\[0\]: n_seqs: 0"),
         (edited(blocks__1__max_new=0), r"request.blocks\[1\]: max_new: 0"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_field(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RunRequest.from_json(text)
