@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from policies.cost.model import CostModel
 from policies.plan.op import Op
-from policies.spec.factors import with_factors
-from policies.spec.hardware import HardwareProfile
 
 COMPUTE = ("gemm", "attention_decode", "attention_window", "attention_prefill", "hbm_bytes_per_s",
            "attention_unfused_decode", "attention_unfused_scores", "layer_norm", "rms_norm",
@@ -28,7 +26,7 @@ EXPLAINED = 0.005  # root mean square of relative errors below which a belief is
 LARGEST = 4.0  # factors searched: from a quarter to four times
 _RIDGE = 1e-4  # of squared log factors, against squared relative errors: 1 % is 1e-4
 _MAX_WRONG = 3  # numbers that may be wrong at once
-_GRID, _THIRDS = 9, 4  # factors tried for a number, and cuts by a third between the best ones
+_GRID, _THIRDS = 15, 8  # factors tried for a number, and cuts by a third between the best ones
 _ROUNDS = 3  # of Gauss-Newton
 
 Vector = NDArray[np.float64]
@@ -44,6 +42,40 @@ class Forward(NamedTuple):
     seconds: float
     weight: float
     noise: float = 0.0
+
+
+class _Kernels(NamedTuple):
+    """Kernels of some forwards as arrays: what factors make of them takes no cost model.
+
+    ``limits_s [forwards, kernels, limits]`` are seconds at each rate that may limit a kernel and
+    ``rates``, of the same shape, that rate's place in ``COMPUTE``; padding takes no time.
+    """
+
+    limits_s: Vector
+    rates: NDArray[np.intp]
+    launches_s: Vector  # [forwards]
+
+    @classmethod
+    def of(cls, belief: CostModel, ops: Sequence[Op]) -> _Kernels:
+        """Those of ``ops`` as believed."""
+        forwards = [belief.kernels(op) for op in ops]
+        most = max(map(len, forwards))
+        widest = max(len(limits) for kernels in forwards for limits in kernels)
+        limits_s = np.zeros((len(ops), most, widest))
+        rates = np.zeros(limits_s.shape, dtype=np.intp)
+        for i, kernels in enumerate(forwards):
+            for j, limits in enumerate(kernels):
+                for k, (name, seconds) in enumerate(limits):
+                    limits_s[i, j, k], rates[i, j, k] = seconds, COMPUTE.index(name)
+        launches = [belief.n_launches(op) * belief.hardware.launch_s for op in ops]
+        return cls(limits_s, rates, np.array(launches))
+
+    def seconds(self, factors: Mapping[str, float]) -> Vector:
+        """Seconds of the forwards on a machine whose numbers are multiplied by ``factors``."""
+        by_rate = np.array([factors.get(name, 1.0) for name in COMPUTE])
+        busy = (self.limits_s / by_rate[self.rates]).max(axis=2).sum(axis=1)
+        launches = self.launches_s * factors.get("launch_s", 1.0)
+        return np.asarray(np.maximum(busy, launches), dtype=np.float64)
 
 
 class _Explanation(NamedTuple):
@@ -62,8 +94,7 @@ class ComputeFit:
     """
 
     def __init__(self, belief: CostModel, forwards: Sequence[Forward]) -> None:
-        self._belief = belief
-        self._ops = [forward.op for forward in forwards]
+        self._kernels = _Kernels.of(belief, [forward.op for forward in forwards])
         self._log_s = np.log([forward.seconds for forward in forwards])
         weights = np.array([forward.weight for forward in forwards])
         self._root = np.sqrt(weights / weights.sum())
@@ -161,9 +192,7 @@ class ComputeFit:
         return float(residuals @ residuals + _RIDGE * (logs @ logs))
 
     def _residuals(self, factors: Mapping[str, float]) -> Vector:
-        hardware: HardwareProfile = with_factors(self._belief.hardware, factors)
-        costs = CostModel(self._belief.model, hardware, self._belief.placement)
-        predicted = np.log([costs.forward_seconds(op) for op in self._ops])
+        predicted = np.log(self._kernels.seconds(factors))
         return np.asarray(self._root * (self._log_s - predicted), dtype=np.float64)
 
     @staticmethod

@@ -29,7 +29,6 @@ Shape = tuple[object, ...]
 WINDOW_STEPS = 8
 MARGIN = 0.02  # of the log of a factor: smaller changes are not adopted
 _SETTLED = 0.01  # error of a belief whose decisions are as good as they get: clocks differ by more
-_PER_OCTAVE = 4  # numbers of tokens in an octave that tell shapes apart
 _WORSE = 1.25  # times the error that a fit left, before compute is fitted to the same shapes again
 _LEAST_WEIGHT = 0.02  # of a shape among the forwards of its step: the LM head is short but telling
 
@@ -114,14 +113,11 @@ class Refit:
         return name, self._first.link(op).latency_s
 
     def _shape(self, op: Op) -> Shape:
-        """Forwards that tell the same: each is compared with its own belief, and many would take
-        longer to fit than a step runs. From step to step the context grows besides.
-        """
+        """Forwards of one step that cost the same; from step to step only the context grows."""
         model = self._first.model
         experts = op.layer < model.n_layers and model.is_moe(op.layer)
-        tokens = (op.n_new, op.n_recompute, op.n_front, op.n_project)
-        about = (round(_PER_OCTAVE * math.log2(1 + n)) for n in tokens)
-        return (experts, op.scope, op.attention, op.n_seqs, *about)
+        return (experts, op.scope, op.attention, op.n_seqs, op.n_new, op.n_recompute, op.n_front,
+                op.n_project)  # fmt: skip
 
     # ---- what follows from it -------------------------------------------------------------
 

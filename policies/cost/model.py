@@ -7,6 +7,8 @@ its memory traffic, never a single utilisation number.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from policies.cost import flops as count
 from policies.cost.size import nbytes
 from policies.placement import ACT_BYTES_PER_ELEM, Placement
@@ -52,6 +54,11 @@ _ROPE_PASSES = 6
 _SCORE_PASSES = 6
 # Passes over the cached KV of unfused decode attention: transposed into place (read, write), read.
 _UNFUSED_KV_PASSES = 3
+
+
+# A piece of a forward: names of the profile's rates that may limit it, and its seconds at each. The
+# longest holds.
+Kernel = tuple[tuple[str, float], ...]
 
 
 class CostModel:
@@ -180,22 +187,30 @@ class CostModel:
 
     def forward_seconds(self, op: Op) -> float:
         """GPU time of a FORWARD: kernels in sequence, at least the time to issue them."""
-        rows = op.n_seqs * (op.n_new + op.n_recompute + op.n_front)
-        busy = self._gemms_seconds(op.layer, op.scope, rows)
-        busy += self._elementwise_seconds(op.layer, op.scope, rows)
-        n_kernels = _N_KERNELS[op.scope]
-        if op.n_project:
-            busy += self.projection_seconds(op.n_seqs * op.n_project)
-            n_kernels += _PROJECT_EXTRA_KERNELS
-        if op.scope in (Scope.LAYER, Scope.ATTENTION):
-            if op.attention is Attention.UNFUSED:
-                busy += self._unfused_attention_seconds(op)
-                n_kernels += _UNFUSED_EXTRA_KERNELS
-            else:
-                busy += self._fused_attention_seconds(op)
-        return max(busy, n_kernels * self.hardware.launch_s)
+        return max(total_s(self.kernels(op)), self.n_launches(op) * self.hardware.launch_s)
 
-    def _gemm_seconds(self, elems: float, rows: float, weight_elems: float | None = None) -> float:
+    def n_launches(self, op: Op) -> int:
+        """Kernels that a FORWARD launches."""
+        n = _N_KERNELS[op.scope] + (_PROJECT_EXTRA_KERNELS if op.n_project else 0)
+        unfused = op.attention is Attention.UNFUSED and op.scope in (Scope.LAYER, Scope.ATTENTION)
+        return n + (_UNFUSED_EXTRA_KERNELS if unfused else 0)
+
+    def kernels(self, op: Op) -> list[Kernel]:
+        """The work of a FORWARD on the GPU, each piece with the rates that may limit it."""
+        rows = op.n_seqs * (op.n_new + op.n_recompute + op.n_front)
+        found = [*self._gemms(op.layer, op.scope, rows), *self._passes(op.layer, op.scope, rows)]
+        if op.n_project:
+            found += self._projection(op.n_seqs * op.n_project)
+        if op.scope in (Scope.LAYER, Scope.ATTENTION):
+            unfused = op.attention is Attention.UNFUSED
+            found += self._unfused_attention(op) if unfused else self._fused_attention(op)
+        return found
+
+    def projection_seconds(self, rows: int) -> float:
+        """K and V of ``rows`` loaded layer inputs."""
+        return total_s(self._projection(rows))
+
+    def _gemm(self, elems: float, rows: float, weight_elems: float | None = None) -> Kernel:
         """GEMMs of ``rows`` tokens with ``elems`` weights, floored by reading the weights.
 
         ``weight_elems`` is what must be read where that is not ``elems`` (experts).
@@ -204,28 +219,27 @@ class CostModel:
             self.extrapolated.add("gemm")
         read = (elems if weight_elems is None else weight_elems) * self.model.weight_bytes_per_elem
         arithmetic = 2.0 * rows * elems / self.hardware.gemm(rows)
-        return max(arithmetic, read / self.hardware.hbm_bytes_per_s)
+        return (("gemm", arithmetic), self._through_memory(read))
 
-    def _gemms_seconds(self, layer: int, scope: Scope, rows: int) -> float:
+    def _gemms(self, layer: int, scope: Scope, rows: int) -> list[Kernel]:
         model = self.model
         if scope is Scope.HEAD:
-            return self._gemm_seconds(model.vocab * model.d_model, rows)
-        total = 0.0
+            return [self._gemm(model.vocab * model.d_model, rows)]
+        found = []
         if scope in (Scope.LAYER, Scope.ATTENTION):
-            total += self._gemm_seconds(count.attention_gemm_elems(model), rows)
+            found.append(self._gemm(count.attention_gemm_elems(model), rows))
         elif scope in (Scope.QKV, Scope.OUTPUT):
-            total += self._gemm_seconds(count.attention_gemm_elems(model, scope), rows)
+            found.append(self._gemm(count.attention_gemm_elems(model, scope), rows))
         if scope in (Scope.LAYER, Scope.MLP):
-            total += self._gemm_seconds(count.dense_mlp_elems(model, layer), rows)
+            found.append(self._gemm(count.dense_mlp_elems(model, layer), rows))
             if model.is_moe(layer):
                 touched = model.experts_touched(layer, rows)
                 # Each touched expert runs its own GEMM over its share of the tokens.
                 per_expert = max(1.0, rows * model.top_k / touched)
-                elems = touched * count.expert_elems(model)
-                total += self._gemm_seconds(elems, per_expert)
-        return total
+                found.append(self._gemm(touched * count.expert_elems(model), per_expert))
+        return found
 
-    def _elementwise_seconds(self, layer: int, scope: Scope, rows: int) -> float:
+    def _passes(self, layer: int, scope: Scope, rows: int) -> list[Kernel]:
         """Norms, residual additions, rotary embeddings, and of the MLP what its GEMMs leave.
 
         A GEMM applies an ungated activation, and adds the residual where nothing has a bias, as it
@@ -240,76 +254,78 @@ class CostModel:
                 passes += 5 * active * model.d_expert + 2 * model.top_k * model.d_model
             elif model.gated_ffn:
                 passes += 5 * model.d_ffn
-        seconds = rows * passes * ACT_BYTES_PER_ELEM / self.hardware.hbm_bytes_per_s
-        seconds += _N_NORMS[scope] * self._norm_seconds(rows)
+        found: list[Kernel] = [(self._through_memory(rows * passes * ACT_BYTES_PER_ELEM),)]
+        found += [self._norm(rows)] * _N_NORMS[scope]
         if scope in (Scope.LAYER, Scope.ATTENTION, Scope.QKV):
-            seconds += self._rotary_seconds(rows, model.n_heads)
-            seconds += self._rotary_seconds(rows, self._key_heads)
-        return seconds
+            found += [*self._rotary(rows, model.n_heads), *self._rotary(rows, self._key_heads)]
+        return found
 
-    def _norm_seconds(self, rows: int) -> float:
+    def _norm(self, rows: int) -> Kernel:
         """One norm of ``rows`` hidden states: read and written."""
         moved = 2 * rows * self.model.d_model * ACT_BYTES_PER_ELEM
-        hardware = self.hardware
-        measured = hardware.layer_norm if self.model.norm_bias else hardware.rms_norm
-        return self._pass_seconds(measured, moved)
+        return (self._measured_pass("layer_norm" if self.model.norm_bias else "rms_norm", moved),)
 
-    def _pass_seconds(self, measured: Curve | None, moved: int) -> float:
-        """Kernels that read and write ``moved`` bytes and compute little."""
-        rate = measured(moved) if measured and moved else self.hardware.hbm_bytes_per_s
-        return moved / rate
+    def _measured_pass(self, name: str, moved: int) -> tuple[str, float]:
+        """Kernels that read and write ``moved`` bytes at a rate of their own, if one is known."""
+        curve: Curve | None = getattr(self.hardware, name)
+        if curve is None or not moved:
+            return self._through_memory(moved)
+        return name, moved / curve(moved)
+
+    def _through_memory(self, moved: float) -> tuple[str, float]:
+        return "hbm_bytes_per_s", moved / self.hardware.hbm_bytes_per_s
 
     @property
     def _key_heads(self) -> int:
         """Heads of keys that are rotated: MLA has one for all."""
         return 1 if self.model.kv_latent_dim else self.model.n_kv_heads
 
-    def _rotary_seconds(self, rows: int, n_heads: int) -> float:
-        """Rotary embeddings of ``n_heads`` heads of ``rows`` tokens; 0 if positions are learned."""
+    def _rotary(self, rows: int, n_heads: int) -> list[Kernel]:
+        """Rotary embeddings of ``n_heads`` heads of ``rows`` tokens; none for learned positions."""
         model = self.model
         if model.learned_positions:
-            return 0.0
-        moved = _ROPE_PASSES * rows * n_heads * (model.rope_dim or model.head_dim)
-        moved *= ACT_BYTES_PER_ELEM
-        return self._pass_seconds(self.hardware.rotary, moved)
+            return []
+        elems = rows * n_heads * (model.rope_dim or model.head_dim)
+        return [(self._measured_pass("rotary", _ROPE_PASSES * elems * ACT_BYTES_PER_ELEM),)]
 
-    def projection_seconds(self, rows: int) -> float:
-        """K and V of ``rows`` loaded layer inputs: a norm, one GEMM, rotated keys."""
-        gemm_s = self._gemm_seconds(count.projection_elems(self.model), rows)
-        return self._norm_seconds(rows) + gemm_s + self._rotary_seconds(rows, self._key_heads)
+    def _projection(self, rows: int) -> list[Kernel]:
+        """A norm, one GEMM, rotated keys."""
+        gemm = self._gemm(count.projection_elems(self.model), rows)
+        return [self._norm(rows), gemm, *self._rotary(rows, self._key_heads)]
 
-    def _fused_attention_seconds(self, op: Op) -> float:
+    def _fused_attention(self, op: Op) -> list[Kernel]:
         """Attention of new tokens and of the tail; before it, that of the front to itself."""
-        front_s = 0.0
+        found: list[Kernel] = []
         if op.n_front:
             if self.hardware.attention_window.extrapolated(op.n_front, op.n_front):
                 self.extrapolated.add("attention_window")
             pairs = op.n_seqs * count.causal_pairs(op.n_front, op.n_front)
             flops = pairs * count.attention_pair_flops(self.model, op.n_ctx)
-            front_s = flops / self.hardware.attention_window(op.n_front, op.n_front)
-        return front_s + self._window_seconds(op)
+            rate = self.hardware.attention_window(op.n_front, op.n_front)
+            found.append((("attention_window", flops / rate),))
+        return [*found, self._window(op)]
 
-    def _window_seconds(self, op: Op) -> float:
+    def _window(self, op: Op) -> Kernel:
         hardware = self.hardware
         queries, keys = op.n_new + op.n_recompute, op.n_ctx + op.n_new
         flops = count.attention_flops(self.model, op.n_seqs, op.n_new, op.n_recompute, op.n_ctx)
         if not op.n_ctx:  # prefill; in decode even a tail that is everything takes decode's kernel
             if hardware.attention_prefill.extrapolated(keys):
                 self.extrapolated.add("attention_prefill")
-            return flops / hardware.attention_prefill(keys)
+            return (("attention_prefill", flops / hardware.attention_prefill(keys)),)
         if hardware.attention_decode.extrapolated(keys):
             self.extrapolated.add("attention_decode")
         kv = op.n_seqs * keys * self.model.kv_bytes_per_token_layer
-        read = kv / hardware.attention_decode(keys)
+        read = ("attention_decode", kv / hardware.attention_decode(keys))
         if queries == 1 and not self.model.kv_latent_dim:
-            return read
+            return (read,)
         # All heads of MLA share one latent, so even one query a sequence computes a lot.
         if hardware.attention_window.extrapolated(queries, keys):
             self.extrapolated.add("attention_window")
         shared = queries * (self.model.n_heads if self.model.kv_latent_dim else 1)
-        return max(read, flops / hardware.attention_window(shared, keys))
+        return (read, ("attention_window", flops / hardware.attention_window(shared, keys)))
 
-    def _unfused_attention_seconds(self, op: Op) -> float:
+    def _unfused_attention(self, op: Op) -> list[Kernel]:
         """Attention by separate kernels: measured where the profile says so, else passes over HBM.
 
         Moving the cache into place does not depend on the number of queries, every other kernel is
@@ -323,10 +339,24 @@ class CostModel:
             if first.extrapolated(keys) or (queries > 1 and further.extrapolated(keys)):
                 self.extrapolated.add("attention_unfused")
             scores = op.n_seqs * model.n_heads * (queries - 1) * keys
-            return kv / first(keys) + scores / further(keys)
+            return [
+                (("attention_unfused_decode", kv / first(keys)),),
+                (("attention_unfused_scores", scores / further(keys)),),
+            ]
         scores = op.n_seqs * model.n_heads * queries * keys
         traffic = _UNFUSED_KV_PASSES * kv + _SCORE_PASSES * scores * ACT_BYTES_PER_ELEM
         # The mask is applied after the product: all pairs are computed, causal or not.
         flops = scores * count.attention_pair_flops(model, op.n_ctx) / model.n_heads
-        memory = traffic / hardware.hbm_bytes_per_s
-        return max(flops / hardware.gemm(op.n_seqs * queries), memory)
+        arithmetic = ("gemm", flops / hardware.gemm(op.n_seqs * queries))
+        return [(arithmetic, self._through_memory(traffic))]
+
+
+def total_s(kernels: Iterable[Kernel]) -> float:
+    """Seconds of kernels one after another."""
+    total = 0.0
+    for limits in kernels:
+        longest = 0.0
+        for _, seconds in limits:
+            longest = max(longest, seconds)
+        total += longest
+    return total

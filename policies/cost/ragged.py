@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from policies.cost.model import CostModel
+from policies.cost.model import CostModel, total_s
 from policies.placement import ON_GPU, ON_HOST, Placement
 from policies.plan.op import Kind, Op, Scope
 from policies.spec.curve import Curve, Grid
@@ -59,8 +59,8 @@ class RaggedCosts(CostModel):
         key = (layer, n_rows)
         value = self._linear.get(key)
         if value is None:
-            value = self._gemms_seconds(layer, Scope.LAYER, n_rows)
-            value += self._elementwise_seconds(layer, Scope.LAYER, n_rows)
+            value = total_s(self._gemms(layer, Scope.LAYER, n_rows))
+            value += total_s(self._passes(layer, Scope.LAYER, n_rows))
             self._linear[key] = value
         return value
 
@@ -69,7 +69,7 @@ class RaggedCosts(CostModel):
         if not self._attention or n_new == 0:
             return 0.0
         op = Op(Kind.FORWARD, 0, 0, n_seqs=1, n_new=n_new, n_ctx=n_ctx)
-        return self._fused_attention_seconds(op)
+        return total_s(self._fused_attention(op))
 
     def decode_attention_seconds(self, n_seqs: int, total_ctx: int) -> float:
         """Attention of one layer: one new token each after ``total_ctx`` cached ones in all.
@@ -81,7 +81,7 @@ class RaggedCosts(CostModel):
         mean = total_ctx // n_seqs
         op = Op(Kind.FORWARD, 0, 0, n_seqs=n_seqs, n_new=1, n_ctx=mean)
         scale = (total_ctx + n_seqs) / (n_seqs * (mean + 1))
-        return scale * self._fused_attention_seconds(op)
+        return scale * total_s(self._fused_attention(op))
 
     def layer_seconds(self, layer: int, n_rows: int, attention_s: float) -> float:
         """One layer of an iteration: its kernels, at least the time to issue them."""
@@ -99,8 +99,8 @@ class RaggedCosts(CostModel):
         if not self._lm_head or n_seqs == 0:
             return 0.0
         layer = self.model.n_layers
-        busy = self._gemms_seconds(layer, Scope.HEAD, n_seqs)
-        busy += self._elementwise_seconds(layer, Scope.HEAD, n_seqs)
+        busy = total_s(self._gemms(layer, Scope.HEAD, n_seqs))
+        busy += total_s(self._passes(layer, Scope.HEAD, n_seqs))
         return max(busy, _HEAD_KERNELS * self.hardware.launch_s)
 
     def layer_copy_seconds(self, link: Link, n_tokens: int, n_copies: int = 1) -> float:
