@@ -2,12 +2,12 @@
 
 What readers get wrong: without O_DIRECT one measures memory. Where a file system refuses O_DIRECT
 (tmpfs, some overlays) reads drop the cache first and writes end in fdatasync; the point then says
-``o_direct`` 0 and the profile repeats it.
+``o_direct`` 0 and the profile repeats it. With it, memory counts all the same: a drive fills few
+large pages sooner than many small ones, so the buffer is mapped as the engine's are.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from pathlib import Path
@@ -22,10 +22,14 @@ class ScratchFile:
     """A file of random bytes that ``close`` removes; ``direct`` says whether it is O_DIRECT."""
 
     def __init__(self, folder: Path, nbytes: int, seed: int) -> None:
+        from real.arena import HostArena  # torch, which reading a profile does not need
+
         self.path = folder / f".calibrate-{os.getpid()}.bin"
         self.nbytes = nbytes
-        self._buffer = mmap.mmap(-1, min(PIECE_BYTES, nbytes))  # page-aligned
-        self._buffer.write(np.random.default_rng(seed).bytes(len(self._buffer)))
+        self._arena = HostArena(pinned=False)
+        buffer = self._arena.allocate({"buffer": min(PIECE_BYTES, nbytes)})["buffer"]
+        self._view = memoryview(buffer.numpy())
+        self._view[:] = np.random.default_rng(seed).bytes(len(self._view))
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
         try:
             self._fd = os.open(self.path, flags | os.O_DIRECT, 0o600)
@@ -39,25 +43,24 @@ class ScratchFile:
         """Close and remove the file."""
         os.close(self._fd)
         self.path.unlink()
-        self._buffer.close()
+        self._view.release()
+        self._arena.close()
 
     def read(self, at: int, nbytes: int) -> None:
         """Read ``nbytes`` at ``at`` in pieces, each into the same buffer."""
         if not self.direct:
             os.posix_fadvise(self._fd, at, nbytes, os.POSIX_FADV_DONTNEED)
-        with memoryview(self._buffer) as view:
-            while nbytes:
-                n = os.preadv(self._fd, [view[: min(nbytes, len(view))]], at)
-                if n <= 0:
-                    raise OSError(f"{self.path}: read {n} bytes at {at}")
-                at, nbytes = at + n, nbytes - n
+        while nbytes:
+            n = os.preadv(self._fd, [self._view[:nbytes]], at)
+            if n <= 0:
+                raise OSError(f"{self.path}: read {n} bytes at {at}")
+            at, nbytes = at + n, nbytes - n
 
     def write(self, at: int, nbytes: int) -> None:
         """Write ``nbytes`` at ``at`` in pieces, each out of the same buffer."""
-        with memoryview(self._buffer) as view:
-            while nbytes:
-                n = os.pwritev(self._fd, [view[: min(nbytes, len(view))]], at)
-                at, nbytes = at + n, nbytes - n
+        while nbytes:
+            n = os.pwritev(self._fd, [self._view[:nbytes]], at)
+            at, nbytes = at + n, nbytes - n
         if not self.direct:
             os.fdatasync(self._fd)
 

@@ -355,8 +355,8 @@ def total_s(kernels: Iterable[Kernel]) -> float:
     """Seconds of kernels one after another."""
     total = 0.0
     for limits in kernels:
-        longest = 0.0
-        for _, seconds in limits:
-            longest = max(longest, seconds)
+        longest = limits[0][1]
+        if len(limits) > 1:
+            longest = max(seconds for _, seconds in limits)
         total += longest
     return total
