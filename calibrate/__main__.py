@@ -189,8 +189,6 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     folder = args.out or args.traces / f"report-{profile.name}"
     for path in write_report(report, folder):
         console.print(f"wrote {path}")
-    if report.warning:
-        console.print(f"warning: {report.warning}", style="yellow", markup=False)
     console.print(markdown(report), markup=False, soft_wrap=True)
     return 0 if report.passed else 1
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 Call = Callable[[int], object]
 
-_MAX_CALLS = 100  # of one repeat: all are queued at once, and a CUDA queue holds 1024
+_MAX_QUEUED = 1000  # what a CUDA queue holds
+_MAX_CALLS = 100  # of one repeat: all are queued at once
 _COVER_S = 40e-6  # longest issue of one call that a kernel in front has to cover
 _GEMMS_S, _GEMMS_SHARE = 1e-3, 3.0  # GEMMs before a call: least seconds, least share of its own
 _MAX_AMID = 10  # calls of a repeat amid GEMMs
@@ -163,6 +164,7 @@ class Bench:
 
         GEMMs take most of a layer's time and hold the device at its power limit. What runs between
         them runs at the clocks that they leave, up to a fifth below those that it would have alone.
+        What two events take with nothing between them is taken off.
         """
         if not self.is_cuda:
             return self.kernel(call)
@@ -182,18 +184,20 @@ class Bench:
         n = max(1, min(_MAX_AMID, math.ceil(self.min_s / once)))
         for i in range(math.ceil(self.heat_s / gemm_s)):
             gemm(i)
-        repeats = []
-        for _ in range(self.n_repeats):
+
+        def timed(between: Call) -> float:
             marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(n)]
             for i, (before, after) in enumerate(marks):
                 for j in range(n_gemms):
                     gemm(j)
                 before.record()
-                call(i)
+                between(i)
                 after.record()
             torch.cuda.synchronize()
-            repeats.append(sum(a.elapsed_time(b) for a, b in marks) * 1e-3 / n)
-        return repeats
+            return float(sum(a.elapsed_time(b) for a, b in marks)) * 1e-3 / n
+
+        nothing_s = min(timed(lambda _: None) for _ in range(self.n_repeats))
+        return [max(timed(call) - nothing_s, 1e-7) for _ in range(self.n_repeats)]
 
     def copy(self, call: Call) -> list[float]:
         """Seconds between an event before and one after each of some queued copies."""
@@ -237,20 +241,23 @@ class Bench:
         def copies(n: int) -> None:
             with torch.cuda.stream(stream):
                 for _ in range(n):
-                    target[:_BESIDE_BYTES].copy_(source[:_BESIDE_BYTES], non_blocking=True)
+                    target.copy_(source, non_blocking=True)
 
         copies(1)
         one_s = self._wall(lambda _: copies(1))
         call(0)
         once = self._wall(call)
-        n_copies = math.ceil(2 * once / one_s) + 1
+        n_copies, n = math.ceil(2 * once / one_s) + 1, self._n_blocking(once, least_s)
         taken: list[float] = []
-        while len(taken) < self._n_blocking(once, least_s):
+        while len(taken) < n:
+            if n_copies > _MAX_QUEUED:
+                raise RuntimeError(f"a call of {once:.2g} s outlasts the copies that can be queued")
             copies(n_copies)
-            taken.append(_timed(call, len(taken)))
+            call_s = _timed(call, len(taken))
             if stream.query():  # the copies ended first: the call was not beside them
-                taken.pop()
                 n_copies *= 2
+            else:
+                taken.append(call_s)
             self.sync()
         return taken
 

@@ -74,7 +74,8 @@ def rotary(bench: Bench, x: Mapping[str, float]) -> list[float]:
 
     rows, heads, dim = int(x["rows"]), int(x["n_heads"]), int(x["head_dim"])
     cached = bench.random(rows, 1, 2, heads, dim)  # [T, S, 2, G, D]
-    cos, sin = (bench.random(rows, 1, 1, dim // 2) for _ in range(2))
+    angles = 100.0 * bench.random(rows, 1, 1, dim // 2)
+    cos, sin = angles.cos(), angles.sin()  # of real angles: others would fade the keys to zeros
     return bench.amid_gemms(lambda _: rotate(cached[:, :, 0], cos, sin))
 
 
@@ -85,14 +86,14 @@ def elementwise(bench: Bench, x: Mapping[str, float]) -> list[float]:
     from real.model import Norm, normed
 
     rows, d, ffn = int(x["rows"]), int(x["d_model"]), int(x["d_ffn"])
-    hidden, update = bench.random(rows, d), bench.random(rows, d)
+    hidden, update = bench.random(rows, d), 0.01 * bench.random(rows, d)
     gate, up, weights = bench.random(rows, ffn), bench.random(rows, ffn), bench.random(d)
 
     def call(_: int) -> None:
         for _ in range(2):
             normed(hidden, Norm(weights, weights), 1e-5)
             hidden.add_(update)
-        silu(gate, inplace=True).mul_(up)
+        silu(gate).mul_(up)  # in place, call after call, the gate would fade to zeros
 
     return bench.amid_gemms(call)
 

@@ -31,38 +31,33 @@ LINK_SCALE = 0.01  # relative errors that large are ordinary
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """A link with standard errors, and the sizes from which on it holds."""
+    """A link with standard errors."""
 
     link: Link
     latency_se_s: float
     bytes_per_s_se: float
-    from_bytes: float
 
 
-def fit_link(points: Sequence[Point], from_bytes: float) -> LinkFit:
-    """Robust least squares of ``(t0 + s / rate) / t - 1`` over sizes from ``from_bytes`` on.
+def fit_link(points: Sequence[Point], most_latency_s: float = math.inf) -> LinkFit:
+    """Robust least squares of ``(t0 + s / rate) / t - 1`` over the sizes given.
 
     Errors beyond ``LINK_SCALE`` count by their size, not its square (soft L1): a small copy can be
     twice as slow from one run to the next, and the rate of large ones must not make up for that.
-    If fewer than three sizes are that large, the three largest are used. ``t0`` is kept from 0 to
-    what the quickest copy of any size took; a single size has nothing to say about it and leaves it
-    0. ``ValueError`` without points.
+    ``t0`` is kept from 0 to ``most_latency_s``, which is what the quickest copy of any size took; a
+    single size has nothing to say about it and leaves it 0. ``ValueError`` without points.
     """
     if not points:
         raise ValueError("link: no points to fit")
-    by_size = sorted(points, key=lambda p: p.x["nbytes"])
-    kept = [p for p in by_size if p.x["nbytes"] >= from_bytes]
-    if len(kept) < MIN_LINK_POINTS:
-        kept = by_size[-MIN_LINK_POINTS:]
+    kept = sorted(points, key=lambda p: p.x["nbytes"])
     size = np.array([p.x["nbytes"] for p in kept])
     seconds = np.array([p.median_s for p in kept])
     if len(set(size.tolist())) == 1:
         rate = float(size.sum() / seconds.sum())
-        return LinkFit(Link(0.0, rate), math.inf, math.inf, float(size[0]))
+        return LinkFit(Link(0.0, rate), math.inf, math.inf)
     terms = np.stack([1.0 / seconds, size / seconds], axis=1)  # [n_sizes, (t0, 1 / rate)]
     scale = np.linalg.norm(terms, axis=0)
     start, _ = nnls(terms / scale, np.ones(len(kept)))
-    most = np.array([min(p.median_s for p in points), np.inf]) * scale
+    most = np.array([most_latency_s, np.inf]) * scale
 
     def off(p: NDArray[np.float64]) -> NDArray[np.float64]:
         residuals: NDArray[np.float64] = terms / scale @ p - 1.0
@@ -87,9 +82,7 @@ def fit_link(points: Sequence[Point], from_bytes: float) -> LinkFit:
     covariance = np.linalg.pinv((terms * weight[:, None]).T @ terms)
     covariance *= float(left @ (weight * left)) / dof
     se = np.sqrt(np.diag(covariance))
-    return LinkFit(
-        Link(latency, 1.0 / per_byte), float(se[0]), float(se[1]) / per_byte**2, float(size[0])
-    )
+    return LinkFit(Link(latency, 1.0 / per_byte), float(se[0]), float(se[1]) / per_byte**2)
 
 
 def fit_rate(points: Sequence[Point]) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from calibrate.presets import MIB, Heads, Preset
+from policies.cost.model import NORM_PASSES, ROPE_PASSES
 
 LINKS = ("h2d", "d2h", "h2d_pageable", "d2h_pageable", "host_copy")
 DUPLEX = ("duplex_h2d", "duplex_d2h")
@@ -239,7 +240,10 @@ def needs(case: Case, preset: Preset) -> Needs:
         rows = x["rows"] * (x["k"] + x["n"]) * x["elem_bytes"]
         return Needs(device_bytes=max(weights, spare + weights) + 2 * rows)
     if case.group in ("elementwise", *PASSES):
-        row = 4 * x["d_model"] + 2 * x["d_ffn"] if case.group == "elementwise" else pass_elems(x)
+        if case.group == "elementwise":
+            row = 4 * x["d_model"] + 3 * x["d_ffn"]
+        else:
+            row = pass_elems(case.group, x)
         return Needs(device_bytes=x["rows"] * row * x["elem_bytes"])
     if case.group in (*ATTENTION, "cpu_attention"):
         kv = kv_bytes(x)
@@ -253,9 +257,11 @@ def needs(case: Case, preset: Preset) -> Needs:
     return Needs()
 
 
-def pass_elems(x: Mapping[str, float]) -> float:
+def pass_elems(group: str, x: Mapping[str, float]) -> float:
     """Elements of one row that a norm, or the kernels that rotate keys, read and write."""
-    return 2 * x["d_model"] if "d_model" in x else 6 * x["n_heads"] * x["head_dim"]
+    if group == "rotary":
+        return ROPE_PASSES * x["n_heads"] * x["head_dim"]
+    return NORM_PASSES * x["d_model"]
 
 
 def kv_bytes(x: Mapping[str, float]) -> float:

@@ -13,13 +13,11 @@ def machine(bench: Bench) -> Machine:
     """The device, its driver, torch and the host's processor."""
     import torch
 
-    from real.machine import processor
+    from real.machine import device_name, processor
 
     host = f"{processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
-    if not bench.is_cuda:
-        return Machine(f"CPU {processor()}", "", torch.__version__, host)
     driver = bench.nvml.driver() if bench.nvml is not None else ""
-    return Machine(torch.cuda.get_device_name(0), driver, torch.__version__, host)
+    return Machine(device_name(torch.device(bench.device)), driver, torch.__version__, host)
 
 
 def capacities(bench: Bench) -> dict[str, float]:

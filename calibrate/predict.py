@@ -43,7 +43,7 @@ def work(group: str, x: Mapping[str, float]) -> float:
     if group == "hbm":
         return 2.0 * x["nbytes"]  # read and written
     if group in PASSES:
-        return x["rows"] * pass_elems(x) * x["elem_bytes"]
+        return x["rows"] * pass_elems(group, x) * x["elem_bytes"]
     if group == "elementwise":
         return x["rows"] * (10 * x["d_model"] + 5 * x["d_ffn"]) * x["elem_bytes"]
     return x.get("nbytes", 1.0)
@@ -64,7 +64,7 @@ def predicted_s(hardware: HardwareProfile, group: str, x: Mapping[str, float]) -
     if group in PASSES:
         return _pass_s(hardware, getattr(hardware, group), work(group, x))
     if group == "elementwise":
-        normed = 2 * x["rows"] * x["d_model"] * x["elem_bytes"]
+        normed = x["rows"] * pass_elems("layer_norm", x) * x["elem_bytes"]
         rest_s = (work(group, x) - 2 * normed) / hardware.hbm_bytes_per_s
         return 2 * _pass_s(hardware, hardware.layer_norm, normed) + rest_s
     rates = {

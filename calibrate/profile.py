@@ -26,6 +26,7 @@ from calibrate.quality import (
     Quality,
     assess,
     fit_points,
+    quickest_s,
     table,
 )
 from calibrate.record import Point, one_machine
@@ -115,8 +116,7 @@ def _fitted_values(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, s
     values: dict[str, Any] = {}
     for field in LINK_FROM_BYTES:
         if used[field]:
-            timed = [p for p in points if p.group == field and p.fit and p.seconds]
-            values[field] = fit.fit_link(timed, LINK_FROM_BYTES[field]).link
+            values[field] = fit.fit_link(used[field], quickest_s(points, field)).link
     values |= {
         "hbm_bytes_per_s": fit.fit_rate(used["hbm_bytes_per_s"]),
         "gemm": fit.fit_gemm(used["gemm"]),

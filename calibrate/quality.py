@@ -103,6 +103,11 @@ def fit_points(points: Iterable[Point], field: str) -> tuple[Point, ...]:
     return tuple(large if len(large) >= MIN_LINK_POINTS else timed[-MIN_LINK_POINTS:])
 
 
+def quickest_s(points: Iterable[Point], field: str) -> float:
+    """Seconds of the quickest copy over a link, of any size that a fit may see."""
+    return min(p.median_s for p in points if p.group == field and p.fit and p.seconds)
+
+
 def held_points(points: Iterable[Point], field: str) -> tuple[Point, ...]:
     """The points that a field is judged by: held out, of the sizes that it is meant for."""
     floor = LINK_FROM_BYTES.get(field, 0.0)
@@ -124,7 +129,7 @@ def assess(
             continue
         errors = [abs(error(hardware, p)) for p in used]
         off = [abs(error(hardware, p)) for p in held]
-        left_out = [abs(e) for e in _leave_one_out(hardware, field, used)]
+        left_out = [abs(e) for e in _leave_one_out(hardware, field, used, points)]
         rows.append(
             Quality(
                 field=field,
@@ -156,10 +161,10 @@ def error(hardware: HardwareProfile, point: Point) -> float:
 
 
 def _leave_one_out(
-    hardware: HardwareProfile, field: str, used: Sequence[Point]
+    hardware: HardwareProfile, field: str, used: Sequence[Point], points: Sequence[Point]
 ) -> tuple[float, ...]:
-    if field in LINK_FROM_BYTES:
-        return leave_one_out_link(used)
+    if field in LINK_FROM_BYTES and used:
+        return leave_one_out_link(used, quickest_s(points, field))
     value = getattr(hardware, field, None)
     if isinstance(value, Curve):
         return leave_one_out_curve(value)
@@ -168,14 +173,14 @@ def _leave_one_out(
     return ()
 
 
-def leave_one_out_link(used: Sequence[Point]) -> tuple[float, ...]:
+def leave_one_out_link(used: Sequence[Point], most_latency_s: float) -> tuple[float, ...]:
     """Error at each size of the link fitted to the others; empty if fewer than three remain."""
     if len(used) <= MIN_LINK_POINTS:
         return ()
     errors = []
     for left in used:
         others = [p for p in used if p is not left]
-        link = fit_link(others, 0.0).link
+        link = fit_link(others, most_latency_s).link
         errors.append(link.seconds(left.x["nbytes"]) / left.median_s - 1.0)
     return tuple(errors)
 

@@ -112,7 +112,7 @@ def make_report(
     reports = tuple(_report(group, hardware, name) for group, name in named)
     devices = tuple(sorted({str(r.result["device"]) for r in runs if r.result.get("device")}))
     warning = device_warning(hardware, devices, "the runs are of") if runs else ""
-    allowed = {"pinned": pinned, "pageable": pageable, "disk": pinned}
+    allowed = {"pinned": pinned, "pageable": pageable, "disk": pinned}  # a disk's copies are pinned
     verdicts = tuple(
         _verdict(memory, chosen, tolerance)
         for memory, tolerance in allowed.items()
@@ -153,8 +153,10 @@ def _report(group: Sequence[RealRun], hardware: HardwareProfile, name: str) -> R
 
 
 def _late_s(run: RealRun) -> tuple[float, ...]:
-    late_s = run.result.get("feedback_late_s", ())
-    return tuple(map(float, late_s)) if isinstance(late_s, list) else ()
+    late_s = run.result.get("feedback_late_s", [])
+    if not isinstance(late_s, list) or not all(isinstance(s, int | float) for s in late_s):
+        raise ValueError(f"{run.folder}: feedback_late_s is {late_s!r}, must be a list of seconds")
+    return tuple(map(float, late_s))
 
 
 def _verdict(memory: str, runs: Sequence[RunReport], tolerance: Tolerance) -> Verdict:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 from policies.cost.model import CostModel
 from policies.drive import Decision, Policy, drive
@@ -22,7 +22,7 @@ from policies.spec.hardware import HardwareProfile, Link
 from policies.spec.hardware_build import check_keys, hardware_from_mapping
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
-from policies.typed import typed
+from policies.typed import checked
 
 SCHEMA = 1
 
@@ -229,28 +229,12 @@ def _policy(value: object) -> Policy:
     check_keys("request.policy", data, ("class", "args"), ())
     build = policy_class(str(data["class"]))
     args = _mapping("request.policy.args", data["args"])
-    _check_fields("request.policy.args", build, args)
-    try:
-        return build(**args)
-    except TypeError as error:
-        raise ValueError(f"request.policy.args: {error}") from error
-
-
-def _check_fields(root: str, cls: Any, data: Mapping[str, object]) -> None:
-    """Each key must be a field of dataclass ``cls`` and each value of the field's type."""
-    kinds = get_type_hints(cls)
-    check_keys(root, data, (), tuple(field.name for field in fields(cls)))
-    for key, value in data.items():
-        typed(f"{root}.{key}", kinds[key], value)
+    return build(**checked("request.policy.args", cast(type, build), args))
 
 
 def _model(value: object) -> ModelSpec:
     data = _mapping("request.model", value)
-    _check_fields("request.model", ModelSpec, data)
-    try:
-        return ModelSpec(**data)
-    except TypeError as error:
-        raise ValueError(f"request.model: {error}") from error
+    return ModelSpec(**checked("request.model", ModelSpec, data))
 
 
 def _blocks(value: object) -> tuple[Block, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from policies.beliefs import CountsBeliefs
 from policies.cost.model import CostModel
 from policies.drive import (
     Decider,
@@ -49,17 +50,17 @@ class FeedbackPlan:
 
     def steps(self, ended: Ended, observe: Observer) -> Iterator[Iterator[Op]]:
         """The plan, step by step; a step that is cut is empty, and not observed."""
-        kept = _Kept(self.request.policy, self._last)
+        asked = CountsBeliefs(_Kept(self.request.policy, self._last))
 
         def seen(block: int, step: int, decision: Decision) -> None:
-            self.n_beliefs = kept.n_beliefs
+            self.n_beliefs = asked.n_beliefs
             if step <= self._last[block]:
                 observe(block, step, decision)
             elif step == self._last[block] + 1:
                 self.behind.append((block, step, decision))
 
         self.behind.clear()
-        return self._drive(kept, seen, ended)
+        return self._drive(asked, seen, ended)
 
     def bounds(self) -> Iterator[Iterator[Op]]:
         """Whole plans: the one in open loop, and those that bound the others."""
@@ -83,7 +84,7 @@ class FeedbackPlan:
 
     def _drive(
         self,
-        policy: _Kept,
+        policy: Decider,
         observe: Observer = lambda _block, _step, _decision: None,
         ended: Ended | None = None,
     ) -> Iterator[Iterator[Op]]:
@@ -107,22 +108,15 @@ class _Wrapped:
 
 
 class _Kept(_Wrapped):
-    """A policy without the steps behind ``last`` (by block); it counts the beliefs it is asked
-    under. The decision of the step after the last one says what the last one stores.
+    """A policy without the steps behind ``last`` (by block). The decision of the step after the
+    last one says what the last one stores.
     """
-
-    feedback = True
 
     def __init__(self, policy: Decider, last: dict[int, int]) -> None:
         super().__init__(policy)
         self._last = last
-        self._belief: CostModel | None = None
-        self.n_beliefs = 0
 
     def decide(self, ctx: StepContext) -> Decision:
-        if ctx.belief is not self._belief:
-            self._belief = ctx.belief
-            self.n_beliefs += 1
         if ctx.step > self._last[ctx.block.index] + 1:
             return Decision(ctx.n_ctx(), (1, *(0,) * (ctx.n_batches - 1)))  # nothing comes of it
         return super().decide(ctx)

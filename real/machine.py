@@ -16,13 +16,21 @@ def environment(device: torch.device) -> dict[str, object]:
     """Columns that say which machine and software gave a record."""
     columns: dict[str, object] = {"torch": torch.__version__, "python": platform.python_version()}
     if device.type != "cuda":
-        return {**columns, "device": f"CPU {processor()}", "threads": torch.get_num_threads()}
+        return {**columns, "device": device_name(device), "threads": torch.get_num_threads()}
     return {
         **columns,
-        "device": torch.cuda.get_device_name(device),
+        "device": device_name(device),
         "cuda": torch.version.cuda,
         **_query(device),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU by name; the host's processor as ``CPU NAME``."""
+    if device.type == "cuda":
+        name: str = torch.cuda.get_device_name(device)
+        return name
+    return f"CPU {processor()}"
 
 
 def processor() -> str:

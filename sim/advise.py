@@ -201,7 +201,8 @@ def _like_a_corner(space: Space, name: str, found: Iterable[Tried | None]) -> li
 
 def _why_not(machine: Machine, bounded: list[Bounded]) -> str:
     if not bounded:
-        return f"no candidate fits into memory; nearest is {machine.nearest}"
+        near = f"; nearest is {machine.nearest}" if machine.nearest is not None else ""
+        return f"no candidate fits into memory{near}"
     if machine.objective.max_tpot_s is not None:
         return (
             f"no candidate reaches advise.max_tpot_s {machine.objective.max_tpot_s:g} s per token"

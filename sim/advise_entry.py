@@ -21,14 +21,14 @@ from omegaconf import OmegaConf
 
 from policies.drive import Policy
 from policies.errors import Infeasible
-from policies.typed import typed
+from policies.typed import typed, unknown_key
 from sim import files
 from sim.advise import Advice, AdviseSettings, Ranked, advise
 from sim.columns import write_atomically
 from sim.result import RunRecord
 from sim.run import RunSpec
 from sim.search import Objective
-from sim.settings import build, unknown_key
+from sim.settings import build
 
 ADVICE, CANDIDATES = "advice.json", "ranking.csv"
 Compose = Callable[[Sequence[str]], dict[str, object]]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 
+from policies.beliefs import CountsBeliefs
 from policies.cost.model import CostModel
 from policies.drive import (
     Decider,
@@ -70,7 +71,7 @@ def simpy_blocks(
     keep: StepsToKeep,
 ) -> Iterator[BlockTimes]:
     """Blocks by the reference, op by op; for a policy with feedback, as they run."""
-    asked = _Asked(policy)
+    asked = CountsBeliefs(policy)
     if wants_feedback(policy):
         ran = _closed_loop(asked, blocks, plant, belief, observe)
     else:
@@ -91,24 +92,6 @@ def simpy_blocks(
             _kept(trace.spans, ops, n_steps),
             max(1, asked.n_beliefs),
         )
-
-
-class _Asked:
-    """A policy with feedback; it counts the beliefs that it is asked for decisions under."""
-
-    feedback = True
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy, self.step = policy, policy.step
-        self._belief: CostModel | None = None
-        self.n_beliefs = 0
-
-    def decide(self, ctx: StepContext) -> Decision:
-        """As the policy decides."""
-        if ctx.belief is not self._belief:
-            self._belief = ctx.belief
-            self.n_beliefs += 1
-        return self._policy.decide(ctx)
 
 
 Ran = tuple[Sequence[Op], Trace, Sequence[LinkedOp]]

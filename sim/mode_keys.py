@@ -39,6 +39,7 @@ _WORKLOAD_OF: dict[str, tuple[str, ...]] = {
 # What conf/config.yaml has; another value came from an experiment file.
 _DEFAULTS: dict[str, object] = {
     "seed": 0, "trace": "auto", "engine": "auto", "belief": None, "advise": None,
+    "phase": {"weights": "streamed"},
     "export": {"dir": None, "steps_run": None, "dtype": "float16", "name": None},
 }  # fmt: skip
 _INSTEAD = {(SERVE, "trace"): "serve.log", (SERVE, "policy"): "admission, prefix and routing"}

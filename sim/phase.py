@@ -21,10 +21,10 @@ from policies.plan.op import Kind, Op
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
 from policies.spec.model import ModelSpec
-from policies.typed import typed
+from policies.typed import checked, typed, unknown_key
 from sim.job import WorkloadSpec
 from sim.mode_keys import PHASE
-from sim.settings import check_keys, checked, group_of, model_of, unknown_key
+from sim.settings import check_keys, group_of, model_of
 
 WEIGHTS = ("streamed", "resident")
 

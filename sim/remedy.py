@@ -74,14 +74,13 @@ def _overflowing(
 ) -> list[Pool]:
     """Pools of the tier when it overflows first, the largest first."""
     held = run_pools(model, placement, policy.buffers)
-    by_block = (block_pools(model, placement, policy.buffers, block) for block in blocks)
+    by_block = [block_pools(model, placement, policy.buffers, block) for block in blocks]
     have = hardware.usable_bytes(tier)
-    mine: list[Pool] = []
-    for pools in ([], *by_block):
-        mine = [pool for pool in (*held, *pools) if pool.tier.value == tier]
-        if sum(pool.nbytes for pool in mine) > have:
-            break
-    return sorted(mine, key=lambda pool: -pool.nbytes)
+    in_tier = (
+        [pool for pool in (*held, *own) if pool.tier.value == tier] for own in ([], *by_block)
+    )
+    first = next(pools for pools in in_tier if sum(pool.nbytes for pool in pools) > have)
+    return sorted(first, key=lambda pool: -pool.nbytes)
 
 
 def _settings(pool: Pool, policy: Policy, sizes: Sizes, largest: int) -> Iterator[str]:

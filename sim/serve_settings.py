@@ -19,7 +19,7 @@ from hydra.utils import instantiate
 from policies.solver import SOLVERS
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
-from policies.typed import typed
+from policies.typed import checked, typed, unknown_key
 from sim.arrivals import Arrivals
 from sim.fleet import ServeSpec
 from sim.mode_keys import SERVE
@@ -27,7 +27,7 @@ from sim.power import PowerModel, capped
 from sim.serve_options import ServeOptions
 from sim.serve_result import Targets
 from sim.sessions import Sessions, load_sessions
-from sim.settings import belief_of, check_keys, checked, group_of, model_of, unknown_key
+from sim.settings import belief_of, check_keys, group_of, model_of
 
 LOG_MODES = ("auto", "full", "none")
 _ARRIVAL_KEYS = {"arrivals": "mode"} | {
@@ -73,7 +73,7 @@ class ServeJob:
         )
 
 
-def build_serve(config: Mapping[str, object], overrides: Collection[str] = ()) -> ServeJob:
+def build_serve(config: Mapping[str, object], overrides: Collection[str]) -> ServeJob:
     """The serving run that a resolved configuration describes.
 
     ``ValueError`` names the key, its value and what is allowed.

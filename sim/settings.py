@@ -7,12 +7,11 @@ somebody believes in. Unknown keys are refused, at every level, with the keys th
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import yaml
 from hydra.errors import (
@@ -30,7 +29,7 @@ from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
 from policies.spec.model import ModelSpec
 from policies.spec.model_hf import load_hf_config
-from policies.typed import is_of, typed, whole_hint
+from policies.typed import checked, is_of, nearest, typed, unknown_key, whole_hint
 from sim.job import WorkloadSpec
 from sim.mode_keys import KEYS, OFFLINE, refuse_unread
 from sim.run import RunSpec
@@ -38,7 +37,7 @@ from sim.run import RunSpec
 GROUPS = ("model", "hardware", "workload", "policy")
 
 
-def build(config: Mapping[str, object], overrides: Collection[str] = ()) -> RunSpec:
+def build(config: Mapping[str, object], overrides: Collection[str]) -> RunSpec:
     """The run that a resolved configuration describes.
 
     ``overrides`` are the command line's: with ``model.from_hf`` they decide which fields of
@@ -61,7 +60,7 @@ def build(config: Mapping[str, object], overrides: Collection[str] = ()) -> RunS
     )
 
 
-def check_keys(mode: str, config: Mapping[str, object], overrides: Collection[str] = ()) -> None:
+def check_keys(mode: str, config: Mapping[str, object], overrides: Collection[str]) -> None:
     """``ValueError`` for a key that no mode reads, and for one set that ``mode`` does not read."""
     for key in config:
         if key not in KEYS:
@@ -157,36 +156,7 @@ def _merged(root: str, base: Mapping[str, Any], over: Mapping[Any, Any]) -> dict
     return merged
 
 
-# ---- types of values -----------------------------------------------------------------------------
-
-
-def checked(root: str, cls: type[Any], data: Mapping[str, object]) -> dict[str, Any]:
-    """``data`` if it has the fields of dataclass ``cls``, each of its declared type."""
-    hints = get_type_hints(cls)
-    known = [field.name for field in fields(cls)]
-    for key in data:
-        if key not in known:
-            raise ValueError(unknown_key(root, key, known))
-    for field in fields(cls):
-        optional = field.default is not MISSING or field.default_factory is not MISSING
-        if field.name not in data and not optional:
-            raise ValueError(f"{root}.{field.name}: is missing, {cls.__name__} needs it")
-    return {key: typed(f"{root}.{key}", hints[key], value) for key, value in data.items()}
-
-
 # ---- messages ------------------------------------------------------------------------------------
-
-
-def unknown_key(root: str, key: object, known: Iterable[object]) -> str:
-    """Message that names an unknown key, its nearest neighbours and all that exist."""
-    names = sorted(str(name) for name in known)
-    full = f"{root}.{key}" if root else str(key)
-    return f"{full}: unknown key{_nearest(str(key), names)}; the keys here are {', '.join(names)}"
-
-
-def _nearest(word: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, names, n=2, cutoff=0.6)
-    return f", did you mean {' or '.join(close)}?" if close else ""
 
 
 def explain(error: BaseException) -> str | None:
@@ -232,5 +202,5 @@ def _unknown_option(error: MissingConfigException) -> str:
     extras = "; extras [joblib], [ray] and [slurm] bring more" if group == "hydra/launcher" else ""
     if not names:
         return f"{group or 'config'}: {name!r} does not exist, nor does any other {group}{extras}"
-    close, there = _nearest(name, names), ", ".join(names)
+    close, there = nearest(name, names), ", ".join(names)
     return f"{group}: {name!r} does not exist{close}; there are {there}{extras}"

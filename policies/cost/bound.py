@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from policies.accelerate import Accelerate
+from policies.attended import attended_on_cpu
 from policies.cake import Cake
 from policies.cost.breakeven import PhaseCost, phase_cost
 from policies.cost.fenced import fenced_step_s
@@ -106,9 +107,9 @@ def _decode(policy: Policy, costs: CostModel, block: Block, recompute: bool) -> 
     attention = policy.buffers.attention
     if isinstance(policy, CpuAttention):
         return _split_lanes(costs, block, attention)
-    if isinstance(policy, ZeroInference) and policy.kv == "cpu":
-        attention = Attention.CPU
-    return _decode_lanes(costs, block, attention, recompute, front=isinstance(policy, Cake))
+    on_cpu = attended_on_cpu(policy, costs, block)
+    front = isinstance(policy, Cake)
+    return _decode_lanes(costs, block, attention, on_cpu, recompute and not any(on_cpu), front)
 
 
 def _split_lanes(costs: CostModel, block: Block, attention: Attention) -> tuple[float, ...]:
@@ -126,9 +127,10 @@ def _split_lanes(costs: CostModel, block: Block, attention: Attention) -> tuple[
     for batch, times in Counter(block.batches).items():
         one = replace(block, batches=(batch,))
         kv_s = phase_cost(costs, one, middle, attention).kv_s
-        cpu_s = phase_cost(costs, one, middle, Attention.CPU).cpu_s
+        cpu_s = phase_cost(costs, one, middle, attention, on_cpu=(1,)).cpu_s
         sides.append((times * kv_s, times * cpu_s))
-        ways = (phase_cost(costs, one, 1, how).compute_s for how in (attention, Attention.CPU))
+        ways = (phase_cost(costs, one, 1, attention, on_cpu=there).compute_s
+                for there in ((0,), (1,)))  # fmt: skip
         compute_s += times * min(ways)
     shares = {1.0} | {cpu_s / (kv_s + cpu_s) for kv_s, cpu_s in sides if kv_s + cpu_s > 0}
     longer_s = max(
@@ -142,7 +144,12 @@ def _split_lanes(costs: CostModel, block: Block, attention: Attention) -> tuple[
 
 
 def _decode_lanes(
-    costs: CostModel, block: Block, attention: Attention, recompute: bool, front: bool
+    costs: CostModel,
+    block: Block,
+    attention: Attention,
+    on_cpu: tuple[int, ...],
+    recompute: bool,
+    front: bool,
 ) -> tuple[float, ...]:
     """Seconds per lane of all decode steps.
 
@@ -157,11 +164,11 @@ def _decode_lanes(
         stretches = [(first, end - first) for first, end in pairwise(marks)]
     lanes = [0.0] * 5
     for step, n in stretches:
-        if recompute and attention is not Attention.CPU:
+        if recompute:
             cost, store_s = _best_tail(costs, block, step, attention, front), 0.0
         else:
-            cost = phase_cost(costs, block, step, attention, stores=False)
-            store_s = phase_cost(costs, block, step, attention).store_s
+            cost = phase_cost(costs, block, step, attention, stores=False, on_cpu=on_cpu)
+            store_s = phase_cost(costs, block, step, attention, on_cpu=on_cpu).store_s
         lanes = [held + n * more for held, more in zip(lanes, _lanes(cost), strict=True)]
         lanes[1] += n * store_s * (steps - 1) / steps  # the last step stores nothing
     return tuple(lanes)

@@ -127,15 +127,13 @@ def break_even(
 ) -> BreakEven:
     """Bounds of ``block`` under ``placement``; decode is priced at its middle step.
 
-    ``on_cpu[b]`` is 1 where a decode step attends batch b on the CPU, and with ``attention=cpu`` it
-    is so for all: their KV is not loaded and nothing is recomputed. Times are uncontended sums of
-    ``CostModel.seconds`` over all layers and batches.
+    ``on_cpu[b]`` is 1 where a decode step attends batch b on the CPU (none: nowhere): its KV is not
+    loaded and nothing is recomputed. Times are uncontended sums of ``CostModel.seconds`` over all
+    layers and batches.
     """
     costs = CostModel(model, hardware, placement)
     usable = hardware.usable_bytes("gpu")
     step = block.max_new // 2
-    if attention is Attention.CPU:
-        on_cpu = (1,) * len(block.batches)
     share = _share(block, step, on_cpu) if block.max_new > 1 else 0.0
     decode, best, gain = None, 0, 1.0
     if block.max_new > 1:
@@ -185,14 +183,16 @@ def phase_cost(
     With ``stores`` false nothing leaves the GPU: so it is in a block's last step, and so it may be
     wherever the next step recomputes. The first tokens, as many as the placement says, lie as layer
     inputs. ``front``: the first tokens are recomputed, not the last. ``on_cpu[b]`` is 1 where batch
-    b attends on the CPU in decode; with ``attention=cpu`` all do.
+    b attends on the CPU in decode (none: nowhere), all where ``attention`` is ``cpu``, which
+    prefills unfused; ``ValueError`` where it is not so.
     """
     n_layers = costs.model.n_layers
     # Layers of a kind cost the same, and so do batches of the same shape.
     kinds = costs.placement.layer_kinds(costs.model)
     n_batches = len(block.batches)
-    everywhere = (int(attention is Attention.CPU),) * n_batches
-    there = (on_cpu or everywhere) if step else (0,) * n_batches
+    there = on_cpu if step and on_cpu else (0,) * n_batches
+    if step and attention is Attention.CPU and not all(there):
+        raise ValueError(f"on_cpu: {there} must be 1 for every batch, attention is cpu")
     forward = Attention.UNFUSED if attention is Attention.CPU else attention
 
     def total(op: Op) -> float:

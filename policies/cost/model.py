@@ -48,7 +48,8 @@ _UNFUSED_EXTRA_KERNELS = 6
 _PROJECT_EXTRA_KERNELS = 2  # norm and GEMM over loaded layer inputs
 # Passes over queries and keys to rotate them: two products of the first half, two of the second,
 # each with its reads and write, and the first half copied back.
-_ROPE_PASSES = 6
+ROPE_PASSES = 6
+NORM_PASSES = 2  # a read and a write
 # Passes over the score matrix through HBM: written by the first product, read and written by mask
 # and by softmax, read by the second product.
 _SCORE_PASSES = 6
@@ -242,9 +243,9 @@ class CostModel:
     def _passes(self, layer: int, scope: Scope, rows: int) -> list[Kernel]:
         """Norms, residual additions, rotary embeddings, and of the MLP what its GEMMs leave.
 
-        A GEMM applies an ungated activation, and adds the residual where nothing has a bias, as it
-        writes. Otherwise an addition has two reads and a write; a gated activation is read and
-        written, its product with the other half has two reads and a write.
+        As it writes, a GEMM with a bias applies an ungated activation, and one without adds the
+        residual. Else an activation is read and written, an addition, and the product of a gated
+        activation with the other half, have two reads and a write.
         """
         model = self.model
         passes = (3 if model.linear_bias else 1) * _N_RESIDUALS[scope] * model.d_model
@@ -254,6 +255,8 @@ class CostModel:
                 passes += 5 * active * model.d_expert + 2 * model.top_k * model.d_model
             elif model.gated_ffn:
                 passes += 5 * model.d_ffn
+            elif not model.linear_bias:
+                passes += 2 * model.d_ffn
         found: list[Kernel] = [(self._through_memory(rows * passes * ACT_BYTES_PER_ELEM),)]
         found += [self._norm(rows)] * _N_NORMS[scope]
         if scope in (Scope.LAYER, Scope.ATTENTION, Scope.QKV):
@@ -262,7 +265,7 @@ class CostModel:
 
     def _norm(self, rows: int) -> Kernel:
         """One norm of ``rows`` hidden states: read and written."""
-        moved = 2 * rows * self.model.d_model * ACT_BYTES_PER_ELEM
+        moved = NORM_PASSES * rows * self.model.d_model * ACT_BYTES_PER_ELEM
         return (self._measured_pass("layer_norm" if self.model.norm_bias else "rms_norm", moved),)
 
     def _measured_pass(self, name: str, moved: int) -> tuple[str, float]:
@@ -270,6 +273,8 @@ class CostModel:
         curve: Curve | None = getattr(self.hardware, name)
         if curve is None or not moved:
             return self._through_memory(moved)
+        if curve.extrapolated(moved):
+            self.extrapolated.add(name)
         return name, moved / curve(moved)
 
     def _through_memory(self, moved: float) -> tuple[str, float]:
@@ -286,7 +291,7 @@ class CostModel:
         if model.learned_positions:
             return []
         elems = rows * n_heads * (model.rope_dim or model.head_dim)
-        return [(self._measured_pass("rotary", _ROPE_PASSES * elems * ACT_BYTES_PER_ELEM),)]
+        return [(self._measured_pass("rotary", ROPE_PASSES * elems * ACT_BYTES_PER_ELEM),)]
 
     def _projection(self, rows: int) -> list[Kernel]:
         """A norm, one GEMM, rotated keys."""

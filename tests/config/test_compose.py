@@ -12,7 +12,7 @@ TINY = ("model=tiny", "workload=fixed", "workload.n_batches=2", "workload.batch_
 
 @functools.cache
 def built(*overrides: str) -> RunSpec:
-    return build(composed(*overrides))
+    return build(composed(*overrides), overrides)
 
 
 @pytest.mark.parametrize("name", options("policy"))

@@ -14,7 +14,7 @@ from sim.sweep import run_in_sweep
 SMALL = ("model=tiny", "workload=fixed", "workload.n_batches=2", "workload.batch_size=2",
          "workload.prompt_len=64", "workload.gen_len=4")  # fmt: skip
 CONFIG = composed(*SMALL)
-RESULT = simulate(build(CONFIG))
+RESULT = simulate(build(CONFIG, ()))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from sim.settings import build
 
 SMALL = ("model=opt-30b", "model.n_layers=2", "workload=fixed", "workload.batch_size=2",
          "workload.gen_len=3")  # fmt: skip
-SPEC = build(composed(*SMALL))
+SPEC = build(composed(*SMALL), ())
 RECORD = simulate(SPEC).record
 
 
@@ -86,7 +86,7 @@ def test_both_flop_counts_stand_side_by_side():
 
 def test_out_of_memory_says_what_is_short_and_what_would_help():
     spec = build(
-        composed(*SMALL, "policy=accelerate", "workload.batch_size=512", "model.n_layers=48")
+        composed(*SMALL, "policy=accelerate", "workload.batch_size=512", "model.n_layers=48"), ()
     )
     record = simulate(spec).record
     text = " ".join(table(record, spec, width=120).split())
@@ -132,7 +132,7 @@ def test_break_even_names_the_bound_and_the_gain(width):
 
 @pytest.mark.parametrize("policy", ["flexgen-cpu", "zero-inference-cpu"])
 def test_break_even_of_an_engine_that_attends_on_the_cpu(policy):
-    spec = build(composed(*SMALL, f"policy={policy}"))
+    spec = build(composed(*SMALL, f"policy={policy}"), ())
     text = shown(break_even_lines(_break_even(spec, _job(spec))))
     assert "CPU attention" in text
     assert "KV in " not in text.partition("compute")[0]
@@ -141,7 +141,7 @@ def test_break_even_of_an_engine_that_attends_on_the_cpu(policy):
 
 @pytest.mark.parametrize(("n_cpu", "share"), [(0, ""), (1, "25 %"), (3, "75 %"), (4, "")])
 def test_break_even_of_batches_on_both_sides_is_that_of_the_decision(n_cpu, share):
-    spec = build(composed(*SMALL, "policy=cpu-attention", f"policy.cpu_share={n_cpu / 4}"))
+    spec = build(composed(*SMALL, "policy=cpu-attention", f"policy.cpu_share={n_cpu / 4}"), ())
     found = _break_even(spec, _job(spec))
     assert found.on_cpu_share == n_cpu / 4
     assert (found.decode.kv_s > 0, found.decode.cpu_s > 0) == (n_cpu < 4, n_cpu > 0)

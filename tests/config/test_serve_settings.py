@@ -104,7 +104,7 @@ def test_modes():
     with pytest.raises(ValueError, match=r"mode: 'online' is none of offline, serve, kappa"):
         mode_of({"mode": "online"})
     # The offline mode reads the same configuration and does not mind the others' groups.
-    assert build(composed("model=tiny", "workload=fixed")).model.name == "tiny"
+    assert build(composed("model=tiny", "workload=fixed"), ()).model.name == "tiny"
 
 
 def test_files_of_a_run(tmp_path):

@@ -90,7 +90,7 @@ def changed(base: dict, **values: object) -> dict:
 )
 def test_what_is_wrong_is_named(config, parts):
     with pytest.raises(ValueError) as caught:
-        build(config)
+        build(config, ())
     message = str(caught.value)
     assert all(part in message for part in parts), message
     assert "\n" not in message
@@ -140,7 +140,7 @@ def test_what_the_system_refuses_is_one_line(error, message):
 
 
 def test_activations_left_to_the_disk_are_refused_by_the_name_of_the_setting():
-    spec = build(changed(FLEXGEN, policy__percent=[0, 0, 0, 0, 30, 50]))
+    spec = build(changed(FLEXGEN, policy__percent=[0, 0, 0, 0, 30, 50]), ())
     with pytest.raises(ValueError, match=r"^policy\.percent: .* leaves 20 % of the activations"):
         simulate(spec)
 
@@ -176,7 +176,7 @@ def test_what_is_on_the_gpu_already_is_not_advised():
     texts = []
     for placement in ("host", "auto"):
         config = changed(BASE, policy__placement=placement, workload__batch_size=1)
-        spec = build(config)
+        spec = build(config, ())
         found = _break_even(spec, _job(spec))
         console = Console(width=400)
         with console.capture() as capture:
@@ -193,7 +193,7 @@ def test_a_defect_of_the_program_is_not_explained_away():
 
 
 def test_belief_changes_one_nested_number_for_the_policy_alone():
-    spec = build(composed("model=tiny", "+belief.h2d.bytes_per_s=10e9", "+belief.duplex=1"))
+    spec = build(composed("model=tiny", "+belief.h2d.bytes_per_s=10e9", "+belief.duplex=1"), ())
     assert spec.belief.h2d.bytes_per_s == 10e9
     assert spec.belief.h2d.latency_s == spec.hardware.h2d.latency_s
     assert spec.hardware.h2d.bytes_per_s == 23.9e9
@@ -230,11 +230,11 @@ def test_a_checkpoint_replaces_the_model_but_not_what_the_command_line_sets(chec
 
 def test_a_path_replaces_the_source_and_names_the_workload():
     config = composed("workload=sharegpt", "workload.path=/data/chat log.csv")
-    spec = build(config).workload
+    spec = build(config, ()).workload
     assert (spec.source, spec.path, spec.name) == ("path", "/data/chat log.csv", "chat log")
     assert (spec.limit, spec.max_new) == (64, 32)
 
 
 def test_flexgen_takes_percentages_as_a_list():
     config = composed("policy=flexgen", "policy.percent=[20,80,0,100,100,0]")
-    assert build(config).policy.percent == (20, 80, 0, 100, 100, 0)
+    assert build(config, ()).policy.percent == (20, 80, 0, 100, 100, 0)

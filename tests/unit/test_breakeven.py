@@ -39,8 +39,9 @@ def found(
     weights: Shares = ON_HOST,
     kv: Shares = ON_HOST,
     attention: Attention = Attention.FUSED,
+    on_cpu: tuple[int, ...] = (),
 ) -> BreakEven:
-    return break_even(spec, hardware, placed(spec, weights, kv), block, attention)
+    return break_even(spec, hardware, placed(spec, weights, kv), block, attention, on_cpu)
 
 
 def test_transfers_are_bytes_over_rate_plus_a_latency_a_copy():
@@ -182,11 +183,13 @@ def test_the_cpu_is_no_rival_where_something_is_not_on_the_host():
 
 
 def test_attention_on_the_cpu_loads_no_kv():
-    best = found(attention=Attention.CPU)
+    best = found(attention=Attention.CPU, on_cpu=(1, 1, 1, 1))
     assert best.decode.kv_s == 0.0
     kv = 4 * 8 * 527 * OPT.kv_bytes_per_token
     assert best.decode.cpu_s == pytest.approx(kv / RTX3090.cpu_attention_bytes_per_s, rel=1e-6)
     assert best.recompute_gain == 1.0
+    with pytest.raises(ValueError, match=r"on_cpu: \(0, 0, 0, 0\) must be 1 for every batch"):
+        found(attention=Attention.CPU)
 
 
 def test_a_block_of_one_token_has_no_decode():

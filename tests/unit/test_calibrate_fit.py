@@ -14,7 +14,13 @@ from calibrate.grid import Case, cases
 from calibrate.predict import predicted_s, work
 from calibrate.presets import FULL, MIB, TINY
 from calibrate.profile import find_profile, fit_profile, read_profile, write_profile
-from calibrate.quality import GROUPS_OF, fit_points, leave_one_out_curve, leave_one_out_grid
+from calibrate.quality import (
+    GROUPS_OF,
+    fit_points,
+    leave_one_out_curve,
+    leave_one_out_grid,
+    quickest_s,
+)
 from calibrate.record import Machine, Point
 from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import HardwareProfile, Link
@@ -104,7 +110,7 @@ def test_link_parameters_lie_within_their_standard_errors() -> None:
             point(Case("h2d", {"nbytes": size}), (truth.seconds(size) * rng.normal(1, 0.02),))
             for size in FULL.link_bytes
         ]
-        found = fit.fit_link(points, 256 * 2**10)
+        found = fit.fit_link(fit_points(points, "h2d"))
         off += abs(found.link.bytes_per_s - truth.bytes_per_s) > 2 * found.bytes_per_s_se
         off += abs(found.link.latency_s - truth.latency_s) > 2 * found.latency_se_s
     assert off <= 16  # of 80; two standard errors with five degrees of freedom miss one in ten
@@ -118,15 +124,16 @@ def test_small_sizes_are_left_out_of_a_pageable_link() -> None:
     ]
     used = fit_points(points, "h2d_pageable")
     assert [p.x["nbytes"] for p in used] == sizes
-    assert fit.fit_link(used, 0.0).link.bytes_per_s == pytest.approx(8e9)
+    assert fit.fit_link(used).link.bytes_per_s == pytest.approx(8e9)
 
 
 def test_latency_is_at_most_what_the_quickest_copy_took() -> None:
     """Large copies that get faster with size would draw the line through a latency of 3 ms."""
     seconds = {64 * 2**10: 50e-6, 64 * MIB: 12e-3, 256 * MIB: 37e-3, 1024 * MIB: 142e-3}
     points = [point(Case("h2d_pageable", {"nbytes": n}), (s,)) for n, s in seconds.items()]
-    link = fit.fit_link(points, 64 * MIB).link
-    assert fit.fit_link(points[1:], 64 * MIB).link.latency_s > 2e-3
+    used = fit_points(points, "h2d_pageable")
+    link = fit.fit_link(used, quickest_s(points, "h2d_pageable")).link
+    assert fit.fit_link(used).link.latency_s > 2e-3
     assert 0.0 <= link.latency_s <= 50e-6
     assert link.seconds(1024 * MIB) == pytest.approx(142e-3, rel=0.1)
 
@@ -273,7 +280,7 @@ def test_one_slow_small_copy_does_not_move_the_rate() -> None:
         replace(like, x={**like.x, "nbytes": n}, seconds=(factor * truth.seconds(n),) * 3)
         for n, factor in zip(sizes, factors, strict=True)
     ]
-    found = fit.fit_link(points, 256 * 2**10)
+    found = fit.fit_link(fit_points(points, "h2d"))
     assert found.link.bytes_per_s == pytest.approx(truth.bytes_per_s, rel=0.01)
 
 

@@ -144,9 +144,9 @@ def test_rotary_positions_and_gates_cost_passes():
     passes = 5 * d + 5 * f - 1.5 * 5 * d
     expected = gemms_s + rows * passes * 2 / SMALL.hbm_bytes_per_s
     assert seconds(gated, Scope.MLP) == pytest.approx(expected, rel=1e-6)
-    # Without biases the GEMM adds the residual: it reads the old values, nothing else.
+    # Without biases the GEMM adds the residual, it reads the old values; but no activation.
     saved_s = seconds(OPT, Scope.MLP) - seconds(replace(OPT, linear_bias=False), Scope.MLP)
-    assert saved_s == pytest.approx(2 * rows * d * 2 / SMALL.hbm_bytes_per_s, rel=1e-6)
+    assert saved_s == pytest.approx(2 * rows * (d - f) * 2 / SMALL.hbm_bytes_per_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "norm_bias"), [("layer_norm", True), ("rms_norm", False)])
@@ -162,6 +162,9 @@ def test_measured_norms_and_rotations_replace_memory_bandwidth(name, norm_bias):
     other = costs(replace(spec, norm_bias=not norm_bias), slow).seconds(op) - fast
     expected = (2 * turned) * (1 / 1e11 - 1 / SMALL.hbm_bytes_per_s)
     assert other == pytest.approx(expected, rel=1e-9)
+    beyond = costs(spec, slow)
+    beyond.seconds(forward(Scope.QKV, n_new=101, n_ctx=0))
+    assert beyond.extrapolated >= {name, "rotary"}
 
 
 def test_unfused_attention_is_memory_traffic():

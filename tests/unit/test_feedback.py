@@ -7,12 +7,13 @@ from itertools import islice
 
 import pytest
 
-from policies.compute_fit import ComputeFit, Forward
+from policies.compute_fit import COMPUTE, ComputeFit, Forward
 from policies.cost.model import CostModel
 from policies.drive import drive, drive_steps
 from policies.feedback import MARGIN, WINDOW_STEPS, Refit
 from policies.placement import Shares
 from policies.plan.op import LANE_OF, Attention, Kind, Op, Scope, Slot, Tier
+from policies.spec.curve import Curve
 from policies.spec.factors import with_factors
 from policies.spec.workload import Batch, Block
 from policies.tightllm import TightLLM
@@ -103,6 +104,38 @@ def test_what_both_directions_lose_is_not_a_slow_link():
 
 
 # ---- compute ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", COMPUTE)
+def test_factors_act_as_on_the_machine_itself(rate):
+    """Every kind of kernel, every limit: an error of an explanation needs no other cost model."""
+    curve = Curve((1e5, 1e7), (1e11, 4e11))
+    whole = replace(SMALL, layer_norm=curve, rms_norm=curve, rotary=curve,
+                    attention_unfused_decode=Curve((64, 1024), (1e11, 2e11)),
+                    attention_unfused_scores=Curve((64, 1024), (1e10, 2e10)))  # fmt: skip
+    llama = replace(OPT, learned_positions=0, norm_bias=False, linear_bias=False, gated_ffn=True)
+    front = replace(DECODE, n_recompute=9, n_front=30, n_project=40)
+    ops = [PREFILL, HEAD, DECODE, *TAILS, front, replace(front, scope=Scope.ATTENTION)]
+    ops += [replace(op, attention=Attention.UNFUSED) for op in ops if op.scope is Scope.LAYER]
+    told = set()
+    for spec in (OPT, llama):
+        belief = CostModel(spec, whole, PLACEMENT)
+        forwards = [Forward(op, belief.seconds(op), 1.0) for op in ops]
+        assert ComputeFit(belief, forwards).error({}) == pytest.approx(0.0, abs=1e-12)
+        for factor in (0.01, 100.0):
+            plant = CostModel(spec, with_factors(whole, {rate: factor}), PLACEMENT)
+            forwards = [Forward(op, plant.seconds(op), 1.0) for op in ops]
+            fit = ComputeFit(belief, forwards)
+            assert fit.error({rate: factor}) == pytest.approx(0.0, abs=1e-12)
+            told.add(fit.error({}) > 1e-3)
+    assert True in told
+
+
+@pytest.mark.parametrize(("off", "kept"), [(1.007, True), (1.04, False)])
+def test_a_belief_that_is_nearly_right_is_kept(off, kept):
+    refit = Refit(BELIEF)
+    refit.add(spans(machine(gemm=1 / off), [PREFILL, HEAD, *TAILS]))
+    assert (not refit.factors) is kept
 
 
 @pytest.mark.parametrize("factor", [0.7, 1.3])

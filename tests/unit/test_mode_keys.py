@@ -5,6 +5,7 @@ import yaml
 
 from sim import mode_keys
 from sim.cells import expand
+from sim.files import AROUND
 from sim.mode_keys import MODES, refuse_unread
 from tests.config.composed import CONF
 
@@ -39,16 +40,22 @@ def test_so_is_what_an_experiment_file_set_and_hardware_beside_a_fleet():
         refuse_unread("phase", {"belief": {"h2d": {"bytes_per_s": 1.0}}}, [])
     with pytest.raises(ValueError, match=r"advise: mode=serve does not read it"):
         refuse_unread("serve", {"advise": {"tries": 1}}, [])
+    for mode in ("offline", "kappa", "serve"):
+        with pytest.raises(ValueError, match=r"phase: mode=.* only mode=phase"):
+            refuse_unread(mode, {"phase": {"weights": "resident"}}, [])
     with pytest.raises(ValueError, match=r"hardware: the machines are those of fleet"):
         refuse_unread("serve", {"fleet": {"a": {}}}, ["hardware=h200"])
 
 
 def test_the_defaults_are_those_of_the_configuration_and_every_key_is_known():
     shipped = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
-    assert {key: shipped[key] for key in mode_keys._DEFAULTS} == mode_keys._DEFAULTS
-    groups = {key for part in shipped["defaults"] if isinstance(part, dict) for key in part}
-    own = {key for key in (*shipped, *groups) if key not in ("defaults", "hydra")}
-    assert {key for key in own if not key.startswith("override ")} <= set(mode_keys.KEYS)
+    del shipped["defaults"], shipped["hydra"]
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()} - {"hydra", "__pycache__"}
+    read = {key for keys in mode_keys._READ.values() for key in keys}
+    by_every_mode = {"mode", *groups} | (set(AROUND) - read)
+    assert {k: v for k, v in shipped.items() if k not in by_every_mode} == mode_keys._DEFAULTS
+    assert groups <= read | set(AROUND)
+    assert set(shipped) <= set(mode_keys.KEYS) <= groups | set(shipped)
 
 
 def test_shipped_experiments_set_only_what_their_mode_reads():

@@ -7,11 +7,12 @@ import pytest
 from policies.accelerate import Accelerate
 from policies.errors import OutOfMemory
 from policies.flexgen import FlexGen
-from policies.plan.memory import check_run
+from policies.placement import Placement, Shares
+from policies.plan.memory import Buffers, block_pools, check_run, run_pools
 from policies.spec.workload import Batch, Block
 from policies.tightllm import TightLLM
 from policies.zero_inference import ZeroInference
-from sim.remedy import Sizes, remedy
+from sim.remedy import _OF_A_BATCH, _OF_THE_BLOCK, Sizes, _settings, remedy
 from tests.policies_table import OPT, SMALL
 
 
@@ -67,3 +68,23 @@ def test_weights_are_named_where_they_are_what_is_large():
     assert text.startswith("policy.placement=host, or")
     text = helps(TightLLM(), 1, 8, hardware=TINY_DISK)
     assert text == "a larger hardware.host_bytes, or a larger hardware.disk_bytes"
+
+
+def test_every_pool_has_a_setting_but_what_the_model_alone_decides():
+    """Pools are known by name: one that is renamed or new would lose its setting."""
+    thirds = Shares(0.25, 0.25, 0.5)
+    placement = Placement(((thirds, thirds),) * OPT.n_layers, (thirds,), Shares(0.5, 0.5, 0.0),
+                          ((8,),))  # fmt: skip
+    buffers = Buffers(relay_bytes=1, input_slots=1)
+    block = Block(0, (Batch(2, 64),), 4)
+    pools = run_pools(OPT, placement, buffers) + block_pools(OPT, placement, buffers, block)
+    policies = (FlexGen(sep_layer=False), FlexGen(percent=(20, 30, 0, 50, 100, 0)),
+                TightLLM(placement="gpu"))  # fmt: skip
+    names = {pool.name.removeprefix("block 0: ") for pool in pools}
+    helped = {
+        pool.name.removeprefix("block 0: ")
+        for pool in pools
+        if any(list(_settings(pool, policy, Sizes(True, 2), 2)) for policy in policies)
+    }
+    assert names - helped == {"embeddings and head", "weight staging"}
+    assert {*_OF_THE_BLOCK, *_OF_A_BATCH} <= names

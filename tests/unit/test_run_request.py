@@ -72,7 +72,7 @@ def edited(**changes: object) -> str:
         (edited(model__n_layers="3"), "request.model.n_layers: '3' must be a whole number"),
         (edited(model__kv_bytes_per_elem=True), "kv_bytes_per_elem: True must be a finite number"),
         (edited(model__d_model=-1), "model.d_model: -1 must be positive"),
-        (edited(model__d_model=None), "request.model: .*d_model"),
+        (edited(model__d_model=None), "request.model.d_model: is missing, ModelSpec needs it"),
         (edited(hardware__h2d=None), "hardware.h2d: is missing"),
         (edited(blocks=[]), "request.blocks: is empty"),
         (edited(blocks__0__batches=[[1, "x"]]), r"request.blocks\[0\]: batches: \[1, 'x'\]"),
