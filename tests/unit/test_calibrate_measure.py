@@ -10,8 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from calibrate import __main__ as command
+from calibrate import bench_compute
+from calibrate.bench import Bench
 from calibrate.drift import handful, judge
 from calibrate.grid import GROUPS, Needs, cases, make_plan, needs, select
 from calibrate.presets import FULL, PRESETS, SMALL, TINY, Preset
@@ -188,6 +191,55 @@ def test_measured_points_become_a_profile_that_the_simulator_runs(
 
 
 # ---- drift ------------------------------------------------------------------------------------
+
+
+# ---- timers -----------------------------------------------------------------------------------
+
+
+def bench(device: str) -> Bench:
+    return Bench(device, None, seed=0, min_s=1e-4, n_repeats=3, heat_s=0.0)
+
+
+def test_an_arena_is_kept_until_more_is_asked_for() -> None:
+    memory = bench("cpu")
+    small = memory.arena("pageable", 2**20)
+    assert memory.arena("pageable", 2**19) is small
+    assert len(set(small[: 2**16].tolist())) == 256  # filled: pages of zeros are one page
+    assert memory.arena("pageable", 2**22).numel() == 2**22
+    assert memory.held_bytes("pageable") == 2**22
+    memory.close()
+    assert memory.held_bytes("pageable") == 0
+
+
+def test_what_is_timed_again_and_again_does_not_fade_to_zeros(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Operands of calls that change them keep their scale."""
+    kept = []
+    monkeypatch.setattr(Bench, "amid_gemms", lambda _self, call: [call(i) for i in range(20)])
+    real = Bench.random
+    monkeypatch.setattr(Bench, "random", lambda self, *n: kept.append(real(self, *n)) or kept[-1])
+    x = {"rows": 64, "n_heads": 4, "head_dim": 32, "d_model": 128, "d_ffn": 512, "elem_bytes": 4}
+    bench_compute.rotary(bench("cpu"), x)
+    bench_compute.elementwise(bench("cpu"), x)
+    assert len(kept) > 5
+    assert all(0.01 < float(operand.std()) < 0.2 for operand in kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_timers_beside_other_work_on_a_gpu() -> None:
+    device = bench("cuda")
+    x = {"rows": 4096, "d_model": 4096, "elem_bytes": 2}
+    alone = device.kernel(lambda _: None)
+    amid = bench_compute.norm(device, "layer_norm", x)
+    assert len(amid) == device.n_repeats
+    assert max(alone) < min(amid) < 1e-3
+    source, target = device.arena("pageable", 2**26), device.arena("pinned", 2**26)
+    copies = device.beside_h2d(lambda _: target.copy_(source))
+    assert len(copies) >= device.n_repeats
+    assert all(2**26 / 1e12 < seconds < 1.0 for seconds in copies)
+    device.close()
 
 
 @pytest.mark.parametrize("preset", [FULL, SMALL, TINY])

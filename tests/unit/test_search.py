@@ -197,8 +197,9 @@ class TestAdvice:
     def advice(self, **changes):
         settings = replace(self.settings, **changes.pop("settings", {}))
         hardware = changes.pop("hardware", TIGHT)
+        policies = changes.pop("policies", SOME)
         base = RunSpec(OPT, hardware, POLICIES["tightllm-dp"], FIXED, trace="none")
-        return advise(replace(base, **changes), SOME, settings)
+        return advise(replace(base, **changes), policies, settings)
 
     def test_ranks_the_best_of_each_policy(self):
         found = self.advice()
@@ -240,6 +241,9 @@ class TestAdvice:
         assert "nearest is policy=" in nothing.reason
         assert "gpu memory: need" in nothing.reason
         assert "(largest: " in nothing.reason
+        none = self.advice(hardware=replace(SMALL, gpu_bytes=1e6), policies={"flexgen": FlexGen()},
+                           settings={"placements": ("flexgen",)})  # fmt: skip
+        assert none.reason == "no candidate fits into memory"
         slow = self.advice(settings={"objective": Objective(max_tpot_s=1e-9)})
         assert slow.reason == "no candidate reaches advise.max_tpot_s 1e-09 s per token"
         one = self.advice(workload=replace(FIXED, gen_len=1))
