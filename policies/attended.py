@@ -2,7 +2,7 @@
 
 What readers get wrong: a policy's buffers do not say. ``flexgen-cpu`` attends everything there and
 sizes its workspace for that; others attend fused or unfused on the GPU in prefill, and decide in
-decode.
+decode. Policies that decide it are named here, and a test holds this to the plan of every policy.
 """
 
 from __future__ import annotations
