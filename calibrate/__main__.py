@@ -8,12 +8,14 @@
 
 ``measure`` and ``drift`` need torch, numpy, scipy, PyYAML and rich; only ``fit`` and ``compare``
 need matplotlib, and only ``compare`` needs the simulator. Exit code 1: a profile drifted or a
-comparison failed; 2: wrong input.
+comparison failed; 2: wrong input; 130: interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+_NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         Console(stderr=True).print(f"calibrate {args.command}: {error}", style="red", markup=False)
         return 2
+    except KeyboardInterrupt:
+        again = (
+            ": the same command again takes what is missing" if args.command == "measure" else ""
+        )
+        Console(stderr=True).print(f"calibrate {args.command}: interrupted{again}", style="red")
+        return 130
     return code
 
 
@@ -84,7 +94,8 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget-s", type=float, default=240.0, help="stop after this time")
     parser.add_argument("--disk-dir", type=Path, help="folder on the disk to measure")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: its own)")
+    text = "CPU threads of torch (default: its own; all but one core if the CPU plays the device)"
+    parser.add_argument("--threads", type=int, help=text)
 
 
 def _bench(args: argparse.Namespace, disk_dir: Path | None):  # type: ignore[no-untyped-def]
@@ -92,6 +103,8 @@ def _bench(args: argparse.Namespace, disk_dir: Path | None):  # type: ignore[no-
 
     tiny = args.grid == "tiny"
     quick = args.device == "cpu"
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"threads: {args.threads} must be >= 1")
     return Bench(
         device=args.device,
         disk_dir=disk_dir,
@@ -99,7 +112,7 @@ def _bench(args: argparse.Namespace, disk_dir: Path | None):  # type: ignore[no-
         min_s=0.5e-3 if tiny else 5e-3 if quick else 4e-3,
         n_repeats=3 if tiny else 5 if quick else 7,
         heat_s=0.0 if tiny else 0.15,
-        threads=args.threads,
+        threads=max(1, (os.cpu_count() or 1) - 1) if quick and not args.threads else args.threads,
     )
 
 
@@ -146,6 +159,8 @@ def _fit(args: argparse.Namespace, console: Console) -> int:
     from calibrate.quality import RULE, table
     from calibrate.record import read_points
 
+    if not re.fullmatch(_NAME, args.name):
+        raise ValueError(f"name: {args.name!r} must match {_NAME}: it becomes a file's name")
     points = read_points(args.points)
     fitted = fit_profile(points, args.name)
     path = write_profile(fitted, args.out)

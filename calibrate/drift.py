@@ -1,13 +1,14 @@
 """Drift: whether a stored profile still describes this machine.
 
 A handful of points a number is measured again; their total time is held against what the profile
-says. A number has drifted if the two differ by more than twice its stated residual and more than
-five per cent. What readers get wrong: a drift of pageable copies is often real and comes back; they
-depend on where the memory lies.
+says. A number has drifted if the two differ, either way, by more than twice its stated residual and
+more than five per cent, or by half: a poor fit excuses no more. What readers get wrong: a drift of
+pageable copies is often real and comes back; they depend on where the memory lies.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -23,7 +24,7 @@ from calibrate.quality import GROUPS_OF, LINK_FROM_BYTES
 from calibrate.record import Machine, Point
 from policies.spec.hardware import HardwareProfile
 
-MIN_TOLERANCE = 0.05
+MIN_TOLERANCE, MAX_TOLERANCE = 0.05, 0.5
 _RESIDUALS = 2.0
 
 
@@ -39,8 +40,9 @@ class Drifted:
 
     @property
     def drifted(self) -> bool:
-        """Whether the number no longer fits."""
-        return abs(self.error) > self.tolerance
+        """Whether the number no longer fits, be it too fast or too slow."""
+        ratio = 1.0 + self.error
+        return max(ratio, 1.0 / ratio if ratio > 0 else math.inf) > 1.0 + self.tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def judge(hardware: HardwareProfile, points: Sequence[Point], here: Machine) -> 
         timed = [p for p in taken if p.seconds]
         source = hardware.provenance.get(field)
         residual = source.residual if source is not None else None
-        tolerance = max(MIN_TOLERANCE, _RESIDUALS * (residual or 0.0))
+        tolerance = min(max(MIN_TOLERANCE, _RESIDUALS * (residual or 0.0)), MAX_TOLERANCE)
         if timed:
             said = sum(predicted_s(hardware, p.group, p.x) for p in timed)
             error = said / sum(p.median_s for p in timed) - 1.0

@@ -41,7 +41,7 @@ from policies.spec.hardware import (
 )
 from policies.spec.hardware_build import hardware_from_mapping
 
-_DIGITS = 5
+_DIGITS, _LEAST_S = 5, 1e-9
 _GPU_SLACK_BYTES = 0.5e9
 _HOST_SLACK_BYTES = 2.0e9
 _DISK_RESERVE_BYTES = 2.0e9
@@ -265,7 +265,8 @@ def _judged(provenance: Provenance, quality: Quality) -> Provenance:
 def _rounded(value: Any) -> Any:
     """The same value to five digits: what the file will say."""
     if isinstance(value, Link):
-        return Link(_rounded(value.latency_s), _rounded(value.bytes_per_s))
+        latency_s = value.latency_s if value.latency_s > _LEAST_S else 0.0  # what a fit leaves of 0
+        return Link(_rounded(latency_s), _rounded(value.bytes_per_s))
     if isinstance(value, Curve):
         return Curve(value.x, tuple(map(_rounded, value.y)))
     if isinstance(value, Grid):

@@ -135,6 +135,12 @@ def read_points(path: Path) -> tuple[Point, ...]:
             point = parse_point(line)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
+        earlier = points.get(point.name, point).machine
+        if (earlier.device, earlier.host) != (point.machine.device, point.machine.host):
+            raise ValueError(
+                f"{path}:{number}: {point.name} is of {point.machine.device}, an earlier line of "
+                f"{earlier.device}: a file holds one machine"
+            )
         points[point.name] = point
     return tuple(points.values())
 

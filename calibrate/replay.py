@@ -78,8 +78,8 @@ def read_runs(root: Path) -> tuple[tuple[RealRun, ...], tuple[Unusable, ...]]:
         if status != "ok":
             reason = f"{RESULT} says {status}: {result.get('reason', '')}"
             unusable.append(Unusable(folder, reason))
-        elif not (folder / TRACE).exists():
-            unusable.append(Unusable(folder, f"has no {TRACE}"))
+        elif lacking := [name for name in (RESULT, TRACE) if not (folder / name).exists()]:
+            unusable.append(Unusable(folder, f"has no {lacking[0]}"))
         else:
             asked, decisions = read_request(request), _decisions(folder / DECISIONS)
             if wants_feedback(asked.policy) and not decisions:

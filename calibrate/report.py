@@ -107,7 +107,8 @@ def make_report(
 ) -> Report:
     """Simulate and compare every run below ``root``."""
     runs, unusable = read_runs(root)
-    groups = repeats(runs)
+    groups, cut = _whole(repeats(runs))
+    unusable = (*unusable, *cut)
     named = zip(groups, _names(groups), strict=True)
     reports = tuple(_report(group, hardware, name) for group, name in named)
     devices = tuple(sorted({str(r.result["device"]) for r in runs if r.result.get("device")}))
@@ -119,6 +120,23 @@ def make_report(
         if (chosen := [r for r in reports if r.memory == memory])
     )
     return Report(hardware.name, devices, warning, reports, unusable, verdicts)
+
+
+def _whole(
+    groups: Sequence[tuple[RealRun, ...]],
+) -> tuple[tuple[tuple[RealRun, ...], ...], tuple[Unusable, ...]]:
+    """Groups without repeats that have fewer ops than the others: their traces were cut."""
+    cut = []
+    whole = []
+    for group in groups:
+        most = max(len(run.trace.spans) for run in group)
+        whole.append(tuple(run for run in group if len(run.trace.spans) == most))
+        cut += [
+            Unusable(run.folder, f"has {len(run.trace.spans)} ops, a repeat of it {most}: cut?")
+            for run in group
+            if len(run.trace.spans) < most
+        ]
+    return tuple(whole), tuple(cut)
 
 
 def _names(groups: Sequence[Sequence[RealRun]]) -> list[str]:

@@ -22,7 +22,7 @@ def markdown(report: Report) -> str:
         *([f"**Warning**: {report.warning}."] if report.warning else []),
         f"**{'Passed' if report.passed else 'Failed'}**: {len(report.runs)} requests.",
         _table(_verdict_rows(report)),
-        *_other_decisions(report),
+        *_same_plans(report),
         "## Cells",
         _table(_cell_rows(report.runs)),
         "## Ops by kind, all runs",
@@ -50,9 +50,11 @@ def _verdict_rows(report: Report) -> Rows:
     return rows
 
 
-def _other_decisions(report: Report) -> list[str]:
-    """How many cells of the verdicts are of runs that decided otherwise; nothing if none are."""
+def _same_plans(report: Report) -> list[str]:
+    """Whether both sides ran the same plans; of how many cells the runs decided otherwise."""
     n = sum(len(run.cells) for run in report.runs if run.decisions_differ)
+    if not n and all(run.comparison.same_plan for run in report.runs) and report.runs:
+        return ["Every plan and every decision is the same on both sides."]
     if not n:
         return []
     total = sum(len(run.cells) for run in report.runs)
@@ -64,7 +66,7 @@ def _other_decisions(report: Report) -> list[str]:
 
 def _cell_rows(runs: Iterable[RunReport]) -> Rows:
     rows: Rows = [("run", "policy", "phase", "measured", "simulated", "error", "spread", "repeats",
-             "decode bound", "flags")]  # fmt: skip
+             "decode bound, measured", "flags")]  # fmt: skip
     for run in runs:
         c = run.comparison
         bound = c.decode_bound

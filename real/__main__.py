@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False)
     try:
         code: int = arguments.command(arguments, console)
-    except (ValueError, OutOfMemory) as error:
+    except (ValueError, OSError, OutOfMemory) as error:
         console.print(f"error: {error}", style="red", markup=False)
         return 2
     return code
@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise ValueError(f"out: {arguments.out} is a file, must be a folder")
     requests = [read_request(path) for path in _request_files(arguments.requests)]
     names = [request.name for request in requests]
     if len(set(names)) < len(names):
@@ -143,6 +145,8 @@ def _request_files(paths: Sequence[Path]) -> list[Path]:
 
 def _generate(arguments: argparse.Namespace, console: Console) -> int:
     folder: Path = arguments.model
+    if not arguments.out.parent.is_dir():
+        raise ValueError(f"out: {arguments.out.parent} is not a folder")
     model, dtype = model_of(folder, arguments.dtype)
     records = read_prompts(arguments.prompts)
     tokenizer = _tokenizer(folder)

@@ -87,6 +87,20 @@ def test_a_closed_loop_is_simulated_as_late_as_its_plans_came(tmp_path: Path) ->
     assert run.comparison.makespan.sim_s > 0.75
 
 
+def test_a_run_that_did_not_end_is_left_out(tmp_path: Path) -> None:
+    for name in ("r0", "r1", "r2"):
+        write_run(tmp_path / name, request())
+    lines = (tmp_path / "r1" / TRACE).read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "r1" / TRACE).write_text("".join(lines[:5]), encoding="utf-8")
+    (tmp_path / "r2" / RESULT).unlink()
+    report = make_report(tmp_path, SMALL, ZERO, ZERO)
+    assert [run.comparison.n_repeats for run in report.runs] == [1]
+    reasons = {u.folder.name: u.reason for u in report.unusable}
+    assert reasons == {"r1": f"has 5 ops, a repeat of it {len(lines)}: cut?",
+                       "r2": "has no result.json"}  # fmt: skip
+    assert "Every plan and every decision is the same" in markdown(report)
+
+
 def test_slower_loads_show_up_as_exactly_that(tmp_path: Path) -> None:
     """A machine whose H2D copies take 10 % longer: only H2D ops differ, and by that."""
     slower = replace(SMALL, h2d=Link(SMALL.h2d.latency_s * 1.1, SMALL.h2d.bytes_per_s / 1.1))

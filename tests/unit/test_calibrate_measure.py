@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,14 @@ import torch
 from calibrate import __main__ as command
 from calibrate import bench_compute
 from calibrate.bench import Bench
-from calibrate.drift import handful, judge
+from calibrate.drift import Drifted, handful, judge
 from calibrate.grid import GROUPS, Needs, cases, make_plan, needs, select
 from calibrate.presets import FULL, PRESETS, SMALL, TINY, Preset
 from calibrate.profile import fit_profile, read_profile
 from calibrate.record import Machine, Point, dump_point, parse_point, read_points, write_points
 from policies.spec.curve import Curve
-from policies.spec.hardware import Link
+from policies.spec.factors import with_factors
+from policies.spec.hardware import Link, Provenance
 from policies.spec.model import ModelSpec
 from policies.tightllm import TightLLM
 from tests.unit.test_calibrate_fit import HERE, TRUTH, synthetic
@@ -92,6 +93,29 @@ def test_order_is_shuffled_by_seed_and_coarse_points_come_first() -> None:
     assert rows != sorted(rows)
     coarse = {case.group for case in first if case.priority == 0 and case.fit}
     assert coarse >= set(GROUPS) - {"memory", "power", "elementwise"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("measure", "--device", "cpu", "--threads", 0, "--out", "x.jsonl"), "threads: 0 must"),
+        (("fit", "points.jsonl", "--name", "../x"), "name: '../x' must match"),
+        (("fit", "points.jsonl", "--name", ""), "name: '' must match"),
+    ],
+)
+def test_bad_arguments_are_named(
+    words: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_of_two_machines_is_refused(tmp_path: Path) -> None:
+    (point,) = [p for p in synthetic(TRUTH) if p.group == "launch"]
+    other = replace(point, machine=replace(HERE, device="Other GPU"))
+    write_points((point, other), tmp_path / "points.jsonl")
+    with pytest.raises(ValueError, match="launch is of Other GPU, an earlier line of Test GPU"):
+        read_points(tmp_path / "points.jsonl")
 
 
 def test_only_takes_sections_and_groups() -> None:
@@ -273,6 +297,18 @@ def test_tolerance_is_twice_the_residual_and_at_least_five_per_cent() -> None:
     points = [p for p in synthetic(slower) if p.group == "gemm"]
     assert judge(profile, points, HERE).drifted
     assert not judge(loose, points, HERE).drifted
+
+
+def test_half_as_fast_is_drift_whatever_the_fit_left() -> None:
+    for error in (-0.6, 1.5):  # the profile is too quick, too slow
+        assert Drifted("gemm", 1, error, tolerance=0.5).drifted
+    poor = Provenance("measured", "a poor fit", residual=17.0)
+    names = [f.name for f in fields(TRUTH) if f.name not in ("name", "provenance")]
+    profile = replace(TRUTH, provenance=dict.fromkeys(names, poor))
+    points = tuple(synthetic(with_factors(TRUTH, {"gemm": 0.4})))
+    found = {n.field: n for n in judge(profile, points, HERE).numbers}
+    assert found["gemm"].drifted
+    assert not found["h2d"].drifted
 
 
 def test_another_device_is_warned_of() -> None:
