@@ -44,7 +44,7 @@ def draw_cells(report: Report, path: Path) -> None:
     axes.set_xlabel("measured, s")
     axes.set_ylabel("simulated, s")
     within = " and ".join(f"{band:.0%}" for band in reversed(bands))
-    axes.set_title(f"{report.profile}: prefill and decode step, bands of {within}", fontsize=11)
+    axes.set_title(f"{report.profile}: prefill and decode step, bands of {within}", fontsize=10)
     if times:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=130)
@@ -71,7 +71,7 @@ def draw_kinds(report: Report, path: Path) -> None:
         )
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xscale("symlog", linthresh=10, linscale=1)  # one bad kind must not flatten the others
-    axes.xaxis.set_major_formatter("{x:+g}")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("error of an op's seconds, % (positive: simulator slow)")
     axes.set_title(f"{report.profile}: ops by kind")
     axes.grid(axis="x", alpha=0.3)
