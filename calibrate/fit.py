@@ -25,7 +25,6 @@ from policies.cost.flops import causal_pairs
 from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import Link
 
-MIN_LINK_POINTS = 3
 LINK_SCALE = 0.01  # relative errors that large are ordinary
 
 
@@ -128,10 +127,7 @@ def fit_prefill(points: Sequence[Point]) -> Curve:
 
 def fit_passes(points: Sequence[Point]) -> Curve:
     """Bytes/s by the bytes that kernels move; time never falls as those grow."""
-    groups: dict[float, list[Point]] = {}
-    for point in points:
-        groups.setdefault(work(point.group, point.x), []).append(point)
-    rates = {moved: fit_rate(group) for moved, group in groups.items()}
+    rates = {work(p.group, p.x): fit_rate([p]) for p in points}
     return curve_of(rates, lambda moved: moved)
 
 

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from calibrate.fit import MIN_LINK_POINTS, fit_link, weighted_median
+from calibrate.fit import fit_link, weighted_median
 from calibrate.grid import CHECKS, DISK, DUPLEX, LINKS, PASSES
 from calibrate.predict import predicted_s, work
 from calibrate.record import Point
 from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import HardwareProfile
 
+MIN_LINK_POINTS = 3
 GOOD_RESIDUAL = 0.05
 GOOD_LEAVE_ONE_OUT = 0.10
 GOOD_HELD_OUT = 0.10

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from policies.cost.model import CostModel
 from policies.cpu_attention import CpuAttention
-from policies.drive import Policy, StepContext
-from policies.homes import Homes
+from policies.drive import Policy, step_context
 from policies.plan.op import Attention
 from policies.spec.workload import Block
 from policies.zero_inference import ZeroInference
@@ -23,8 +22,4 @@ def attended_on_cpu(policy: Policy, belief: CostModel, block: Block) -> tuple[in
         return (1,) * n_batches
     if not step or not isinstance(policy, CpuAttention | ZeroInference):
         return (0,) * n_batches
-    homes = (Homes(),) * n_batches
-    ctx = StepContext(
-        step, block, belief.model, belief.hardware, belief.placement, belief, homes, {}
-    )
-    return policy.decide(ctx).on_cpu
+    return policy.decide(step_context(step, block, belief)).on_cpu

@@ -103,17 +103,16 @@ class ComputeFit:
         hardware = belief.hardware
         rates = tuple(n for n in COMPUTE if n != "launch_s" and getattr(hardware, n) is not None)
         # The common factor first: of explanations that are equally good the first is taken.
-        groups = (rates, *((name,) for name in rates if self._matters(name, 1 / LARGEST)))
-        launch = hardware.launch_s and self._matters("launch_s", LARGEST)
-        self._groups = [*groups, ("launch_s",)] if launch else list(groups)
+        self._groups = [rates, *((name,) for name in COMPUTE if self._matters(name))]
 
     def error(self, factors: Mapping[str, float]) -> float:
         """Weighted root mean square of the log of measured over predicted seconds."""
         return float(np.linalg.norm(self._residuals(factors)))
 
-    def _matters(self, name: str, slowed: float) -> bool:
-        """Whether any forward would take longer."""
-        return not np.allclose(self._residuals({name: slowed}), self._residuals({}), atol=1e-9)
+    def _matters(self, name: str) -> bool:
+        """Whether any forward would take longer if the number, a rate or a cost, were worse."""
+        worse = {name: LARGEST if name == "launch_s" else 1 / LARGEST}
+        return not np.allclose(self._residuals(worse), self._residuals({}), atol=1e-9)
 
     def solve(self) -> dict[str, float]:
         """The factors, of ``COMPUTE``; numbers that need not be wrong are left out."""

@@ -197,15 +197,16 @@ def drive_steps(
     memo: dict[Hashable, Decision] = {}
     for block in blocks:
         homes = (Homes(),) * len(block.batches)
-        now = policy.decide(_context(0, block, belief, homes, memo))
+        now = policy.decide(step_context(0, block, belief, homes, memo))
         for step in range(block.max_new):
             if refit is not None and ended is not None:
                 found = refit.add(ended(block.index, step - IN_FLIGHT))
                 if found is not belief:
                     belief, memo = found, {}
-            ctx = _context(step, block, belief, homes, memo)
-            after = None if ctx.is_last else _context(step + 1, block, belief, homes, memo)
-            then = None if after is None else policy.decide(after)
+            ctx = step_context(step, block, belief, homes, memo)
+            then = None
+            if not ctx.is_last:
+                then = policy.decide(step_context(step + 1, block, belief, homes, memo))
             observe(block.index, step, now)
             ops = policy.step(ctx, now, then)
             yield chain(ops, (_end_of(block, belief),)) if ctx.is_last else ops
@@ -219,15 +220,18 @@ def wants_feedback(policy: Decider) -> bool:
     return bool(getattr(policy, "feedback", False))
 
 
-def _context(
+def step_context(
     step: int,
     block: Block,
     belief: CostModel,
-    homes: tuple[Homes, ...],
-    memo: dict[Hashable, Decision],
+    homes: tuple[Homes, ...] | None = None,
+    memo: dict[Hashable, Decision] | None = None,
 ) -> StepContext:
+    """What a policy knows in a step; with nothing stored or decided yet unless it is given."""
+    held = (Homes(),) * len(block.batches) if homes is None else homes
+    known = {} if memo is None else memo
     return StepContext(
-        step, block, belief.model, belief.hardware, belief.placement, belief, homes, memo
+        step, block, belief.model, belief.hardware, belief.placement, belief, held, known
     )
 
 

@@ -28,9 +28,7 @@ Shape = tuple[object, ...]
 
 WINDOW_STEPS = 8
 MARGIN = 0.02  # of the log of a factor: smaller changes are not adopted
-_SETTLED = (
-    0.01  # error of a belief that is not fitted again: clocks differ by that from step to step
-)
+_SETTLED = 0.01  # error of a belief that is not fitted again: clocks differ by so much
 _WORSE = 1.25  # times the error that a fit left, before compute is fitted to the same shapes again
 _LEAST_WEIGHT = 0.02  # of a shape among the forwards of its step: the LM head is short but telling
 

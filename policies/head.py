@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from policies.cost.kvpr import kvpr_split
 from policies.cost.model import CostModel
-from policies.drive import StepContext
+from policies.drive import step_context
 from policies.errors import OutOfMemory
-from policies.homes import Homes
 from policies.placement import ACT_BYTES_PER_ELEM, Placement
 from policies.plan.memory import check_run
 from policies.plan.op import Kind, Op, Scope
@@ -109,12 +108,7 @@ class HeadSearch:
         """Seconds of a step in the middle, and of its compute alone."""
         heads = heads_of(block, share)
         belief = CostModel(self.model, self.hardware, self.place([block], (heads,)))
-        homes = (Homes(),) * len(block.batches)
-        ctx = StepContext(
-            block.max_new // 2, block, self.model, self.hardware, belief.placement, belief, homes,
-            {},
-        )  # fmt: skip
-        return self.planner.predicted(ctx, heads)
+        return self.planner.predicted(step_context(block.max_new // 2, block, belief), heads)
 
     def corners(self, block: Block) -> tuple[float, ...]:
         """Shares that other policies would take: none, KVPR's and HybridServe's."""
@@ -141,10 +135,7 @@ class HeadSearch:
         return last * sum(w * s for w, s in zip(weights, each, strict=True))
 
     def _step_s(self, block: Block, step: int, heads: tuple[int, ...], belief: CostModel) -> float:
-        homes = (Homes(),) * len(block.batches)
-        ctx = StepContext(
-            step, block, self.model, self.hardware, belief.placement, belief, homes, {}
-        )
+        ctx = step_context(step, block, belief)
         tables = StepTables(
             ctx, ctx.n_ctx(), heads, attention=self.planner.schedule.attention, n_slices=None,
             serial_links=False,
