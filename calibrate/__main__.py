@@ -2,7 +2,7 @@
 
     python -m calibrate measure --device cuda --out my-gpu.jsonl
     python -m calibrate fit my-gpu.jsonl --name my-gpu
-    python -m calibrate drift conf/hardware/my-gpu.yaml
+    python -m calibrate drift my-gpu
     python -m calibrate compare traces/ --name my-gpu
     python -m calibrate import linkbench linkbench.json --out other.jsonl
 
@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from policies.errors import os_error_text
+
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
@@ -34,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args, console)
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"calibrate {args.command}: {error}", style="red", markup=False)
+        reason = os_error_text(error) if isinstance(error, OSError) else str(error)
+        complaint = f"calibrate {args.command}: {reason}"
+        Console(stderr=True).print(complaint, style="red", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         again = (
@@ -66,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(run=_fit)
 
     one = commands.add_parser("drift", help="whether a profile still fits this machine")
-    one.add_argument("profile", type=Path, help="YAML file of the profile")
+    one.add_argument("profile", help="name of a profile, or its YAML file")
     _add_device(one)
     one.add_argument("--grid", choices=("auto", "full", "small", "tiny"), default="auto")
     one.set_defaults(run=_drift)
@@ -179,8 +183,9 @@ def _fit(args: argparse.Namespace, console: Console) -> int:
 def _drift(args: argparse.Namespace, console: Console) -> int:
     from calibrate.drift import drift, rows
     from calibrate.profile import read_profile
+    from policies.spec.hardware_file import find_profile
 
-    profile = read_profile(args.profile)
+    profile = read_profile(find_profile(args.profile))
     report = drift(profile, _bench(args, args.disk_dir), _preset(args), args.seed, args.budget_s)
     if report.warning:
         console.print(f"warning: {report.warning}", style="yellow", markup=False)
@@ -190,9 +195,10 @@ def _drift(args: argparse.Namespace, console: Console) -> int:
 
 
 def _compare(args: argparse.Namespace, console: Console) -> int:
-    from calibrate.profile import find_profile, read_profile
+    from calibrate.profile import read_profile
     from calibrate.report import Tolerance, make_report, write_report
     from calibrate.report_text import markdown
+    from policies.spec.hardware_file import find_profile
 
     profile = read_profile(find_profile(args.name))
     report = make_report(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -286,21 +285,6 @@ def write_profile(fitted: Fitted, folder: Path) -> Path:
     body = yaml.safe_dump(hardware_to_mapping(fitted.hardware), sort_keys=False, width=98)
     path.write_text(text + body, encoding="utf-8", newline="\n")
     return path
-
-
-def find_profile(name: str) -> Path:
-    """File of a named profile: in ./conf/hardware, else among those shipped; or a YAML file.
-
-    ``ValueError`` naming where it was looked for.
-    """
-    if name.endswith(".yaml"):
-        return Path(name)
-    shipped = resources.files("conf") / "hardware" / f"{name}.yaml"
-    places = (Path("conf/hardware") / f"{name}.yaml", Path(str(shipped)))
-    for place in places:
-        if place.exists():
-            return place
-    raise ValueError(f"name: no profile {name!r} in {' or '.join(str(p.parent) for p in places)}")
 
 
 def read_profile(path: Path) -> HardwareProfile:

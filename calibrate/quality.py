@@ -26,7 +26,8 @@ GOOD_LEAVE_ONE_OUT = 0.10
 GOOD_HELD_OUT = 0.10
 RULE = (
     f"good: residual at most {GOOD_RESIDUAL:.0%}, median leave-one-out error at most "
-    f"{GOOD_LEAVE_ONE_OUT:.0%}, median error on held-out points at most {GOOD_HELD_OUT:.0%}"
+    f"{GOOD_LEAVE_ONE_OUT:.0%}, median error on held-out points at most {GOOD_HELD_OUT:.0%}; "
+    "unchecked: a good residual, with no point left to test it"
 )
 
 # Fields of a profile that are fitted, and the groups whose points they are fitted to.
@@ -89,8 +90,11 @@ class Quality:
 
     @property
     def verdict(self) -> str:
-        """``good`` or ``poor``."""
-        return "good" if self.good else "poor"
+        """``good``, ``poor``, or ``unchecked`` where no point but the fitted ones speaks for it."""
+        if not self.good:
+            return "poor"
+        checked = self.loo_median is not None or self.held_median is not None
+        return "good" if checked else "unchecked"
 
 
 def fit_points(points: Iterable[Point], field: str) -> tuple[Point, ...]:

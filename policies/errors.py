@@ -5,6 +5,15 @@ row says. Bad input is a plain ``ValueError`` naming field, value and allowed ra
 """
 
 
+def os_error_text(error: OSError) -> str:
+    """``FILE: what is wrong``, where the error knows its file."""
+    if error.filename is None:
+        return error.strerror or str(error) or type(error).__name__
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{error.filename}: must be a folder, a file is in the way"
+    return f"{error.filename}: {error.strerror}"
+
+
 class OutOfMemory(Exception):
     """A memory plan does not fit: ``tier`` needs ``need_bytes`` and has ``have_bytes``.
 

@@ -142,7 +142,7 @@ def host_placement(
     is the memory plan's question.
     """
     room = max(0.0, hardware.usable_bytes("host") - host_buffer_bytes)
-    streamed = sum(model.layer_bytes(i) for i in range(resident_layers, model.n_layers))
+    streamed = model.layers_bytes(resident_layers)
     weights_on_disk = max(0.0, 1.0 - room / streamed) if streamed else 0.0
     away = Shares(0.0, 1.0 - weights_on_disk, weights_on_disk)
     here, there = (ON_GPU, ON_GPU), (away, away)

@@ -37,7 +37,7 @@ class RunRequest:
     """A job, a policy and the machine that the policy believes in.
 
     ``blocks`` are those of the job, before the policy splits or merges batches. ``steps_run``
-    cuts the run after so many decode steps; memory and decisions stay those of the whole job.
+    cuts longer blocks after so many decode steps; memory and decisions are those of the whole job.
     ``gpu_mem_cap_bytes`` makes the GPU smaller than it is. ``seed`` draws weights and prompts.
     """
 
@@ -87,6 +87,11 @@ class RunRequest:
         reserve = min(self.hardware.gpu_reserve_bytes, capped)
         return replace(self.hardware, gpu_bytes=capped, gpu_reserve_bytes=reserve)
 
+    def last_step(self, block: Block) -> int:
+        """The decode step that ends ``block``: at most ``steps_run``."""
+        last = block.max_new - 1
+        return last if self.steps_run is None else min(last, self.steps_run)
+
     def plan(
         self,
         belief: CostModel,
@@ -97,9 +102,7 @@ class RunRequest:
         The fence that ends a block stays, and keeps the key that it has in the whole job.
         """
         blocks = self.policy.blocks(self.blocks)
-        last = {block.index: block.max_new - 1 for block in blocks}
-        if self.steps_run is not None:
-            last = {index: min(step, self.steps_run) for index, step in last.items()}
+        last = {block.index: self.last_step(block) for block in blocks}
         ends = {(block.index, len(block.batches)) for block in blocks}
 
         def seen(block: int, step: int, decision: Decision) -> None:

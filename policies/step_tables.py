@@ -7,6 +7,8 @@ KV first, and projections only once all KV is recomputed.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from policies.drive import StepContext
 from policies.homes import Homes, Source
 from policies.plan.op import Attention, Kind, Lane, Op, Scope
@@ -19,6 +21,14 @@ _MOVES = {
     Source.INPUT: (Kind.READ_ACT, Kind.LOAD_ACT),
 }
 _SCOPE = {Source.KV: Scope.LAYER, Source.INPUT: Scope.INPUT}
+
+
+class _SlotTimes(NamedTuple):
+    """Seconds of one batch in one layer, by resource."""
+
+    compute_s: float
+    h2d_s: float
+    disk_s: float
 
 
 class StepTables:
@@ -38,6 +48,7 @@ class StepTables:
         self.attention, self.serial_links = attention, serial_links
         self.layer = ctx.belief.heaviest_layer()
         self.n_slices = n_slices_of(ctx, n_slices)
+        self._known: dict[object, _SlotTimes] = {}
 
     def sliced(self, candidates: tuple[tuple[int, ...], ...]) -> SlotProblem:
         """Pieces of the layer's weights are free to move in any slot."""
@@ -49,16 +60,16 @@ class StepTables:
 
     def _problem(self, candidates: tuple[tuple[int, ...], ...], n_slices: int) -> SlotProblem:
         n = len(self.context)
-        moved = [[self._moved_s(b, c) for c in candidates[b]] for b in range(n)]
-        h2d = [[h2d_s for h2d_s, _ in row] for row in moved]
-        disk = [[disk_s for _, disk_s in row] for row in moved]
+        slots = [[self._slot(b, c) for c in candidates[b]] for b in range(n)]
+        h2d = [[slot.h2d_s for slot in row] for row in slots]
+        disk = [[slot.disk_s for slot in row] for row in slots]
         if not n_slices:
             after = 1 % n
             h2d[after] = [t + self._weight_s(Kind.LOAD_WEIGHT, 1) for t in h2d[after]]
             disk[after] = [t + self._weight_s(Kind.READ_WEIGHT, 1) for t in disk[after]]
         return SlotProblem(
             candidates=candidates,
-            compute_s=tuple(tuple(self.compute_s(b, c) for c in candidates[b]) for b in range(n)),
+            compute_s=tuple(tuple(slot.compute_s for slot in row) for row in slots),
             kv_h2d_s=tuple(map(tuple, h2d)),
             kv_disk_s=tuple(map(tuple, disk)),
             slice_h2d_s=self._weight_s(Kind.LOAD_WEIGHT, n_slices) if n_slices else 0.0,
@@ -69,11 +80,11 @@ class StepTables:
 
     def bound_s(self, n_recompute: tuple[int, ...]) -> float:
         """Seconds of the busiest resource in one layer: what no schedule can beat."""
-        moved = [self._moved_s(b, n) for b, n in enumerate(n_recompute)]
+        slots = [self._slot(b, n) for b, n in enumerate(n_recompute)]
         return max(
-            sum(self.compute_s(b, n) for b, n in enumerate(n_recompute)),
-            sum(h2d_s for h2d_s, _ in moved) + self._weight_s(Kind.LOAD_WEIGHT, 1),
-            sum(disk_s for _, disk_s in moved) + self._weight_s(Kind.READ_WEIGHT, 1),
+            sum(slot.compute_s for slot in slots),
+            sum(slot.h2d_s for slot in slots) + self._weight_s(Kind.LOAD_WEIGHT, 1),
+            sum(slot.disk_s for slot in slots) + self._weight_s(Kind.READ_WEIGHT, 1),
         )
 
     def even_tails(self) -> tuple[int, ...]:
@@ -93,6 +104,14 @@ class StepTables:
             else:
                 low = left
         return tails(min(range(low, high + 1), key=lambda share: self.bound_s(tails(share))))
+
+    def _slot(self, b: int, n_recompute: int) -> _SlotTimes:
+        """Batch b's seconds; batches that are alike are priced once."""
+        key = (self.ctx.block.batches[b], self.context[b], self.heads[b], n_recompute)
+        if key not in self._known:
+            compute_s = self.compute_s(b, n_recompute)
+            self._known[key] = _SlotTimes(compute_s, *self._moved_s(b, n_recompute))
+        return self._known[key]
 
     def compute_s(self, b: int, n_recompute: int) -> float:
         """Seconds of batch b's forward."""

@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from policies.drive import Policy
-from policies.errors import OutOfMemory
+from policies.errors import OutOfMemory, os_error_text
 from policies.run_request import RunRequest, policy_class, read_request
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
+from policies.spec.hardware_file import find_profile
 from real.backend import Arenas, available_bytes
 from real.files import write_result
 from real.generate import (
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.command(arguments, console)
     except (ValueError, OSError, OutOfMemory) as error:
-        console.print(f"error: {error}", style="red", markup=False)
+        reason = os_error_text(error) if isinstance(error, OSError) else str(error)
+        console.print(f"error: {reason}", style="red", markup=False, soft_wrap=True)
         return 2
     return code
 
@@ -200,13 +202,11 @@ def _tokenizer(folder: Path):  # type: ignore[no-untyped-def]
 
 def _machine(name: str, options: Options) -> HardwareProfile:
     """A profile with the memory of the machine at hand: rates are believed, sizes are known."""
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        path = Path(str(resources.files("conf"))) / "hardware" / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
-        raise ValueError(f"hardware: {path} does not exist; known: {known or 'none'}")
-    hardware = hardware_from_mapping(yaml.safe_load(path.read_text(encoding="utf-8")))
+    path = find_profile(name)
+    try:
+        hardware = hardware_from_mapping(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from error
     sizes: dict[str, float] = {"host_bytes": available_bytes() + hardware.host_reserve_bytes}
     if options.device.type == "cuda":
         sizes["gpu_bytes"] = torch.cuda.get_device_properties(options.device).total_memory

@@ -43,10 +43,8 @@ class FeedbackPlan:
     _last: dict[int, int] = field(default_factory=dict)  # step to run, by block
 
     def __post_init__(self) -> None:
-        cut = self.request.steps_run
         for block in self.request.policy.blocks(self.request.blocks):
-            last = block.max_new - 1
-            self._last[block.index] = last if cut is None else min(last, cut)
+            self._last[block.index] = self.request.last_step(block)
 
     def steps(self, ended: Ended, observe: Observer) -> Iterator[Iterator[Op]]:
         """The plan, step by step; a step that is cut is empty, and not observed."""

@@ -182,7 +182,7 @@ def _base(request: RunRequest, blocks: Sequence[Block], options: Options) -> dic
         "n_requests": sum(block.n_seqs for block in blocks),
         "prompt_len": max(b.prompt_len for block in blocks for b in block.batches),
         "gen_len": max(block.max_new for block in blocks),
-        "steps_run": request.steps_run,
+        "steps_run": max(request.last_step(block) for block in blocks),
         "batch_size": max(b.n_seqs for block in blocks for b in block.batches),
         "n_batches": max(len(block.batches) for block in blocks),
         "n_blocks": len(blocks),

@@ -20,7 +20,7 @@ from sim.run import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """``dir`` None: nothing is exported. ``steps_run`` cuts a request's decode (None: all steps).
+    """``dir`` None: nothing is exported. ``steps_run``: decode steps at most (None: all).
 
     ``dtype`` must be as wide as the model's elements; ``name`` None is made of what was run.
     """

@@ -297,7 +297,7 @@ def _placement_columns(
     model: ModelSpec, placement: Placement, blocks: tuple[Block, ...]
 ) -> dict[str, object]:
     """Effective shares: weights by bytes, KV by the bytes of all blocks, inputs by tokens."""
-    total = sum(model.layer_bytes(i) for i in range(model.n_layers))
+    total = model.layers_bytes()
     kv = [block_kv_bytes(model, block) for block in blocks]
     columns: dict[str, object] = {}
     for tier in ("gpu", "host", "disk"):

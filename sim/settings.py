@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from policies.drive import Policy
+from policies.errors import os_error_text
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
 from policies.spec.model import ModelSpec
@@ -183,17 +184,8 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, yaml.YAMLError):
         return " ".join(str(error).split())  # it names file, line and column
     if isinstance(error, OSError):
-        return _os_error(error)
+        return os_error_text(error)
     return str(error) if isinstance(error, ValueError) else None
-
-
-def _os_error(error: OSError) -> str:
-    """``FILE: what is wrong``, where the error knows its file."""
-    if error.filename is None:
-        return error.strerror or str(error) or type(error).__name__
-    if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{error.filename}: must be a folder, a file is in the way"
-    return f"{error.filename}: {error.strerror}"
 
 
 def _unknown_option(error: MissingConfigException) -> str:

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from experiments import style
@@ -31,6 +32,18 @@ def coarse(monkeypatch):
 def composed(*overrides: str, with_hydra: bool = False):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         return compose("config", list(overrides), return_hydra_config=with_hydra)
+
+
+def grid(experiment: str) -> dict[str, list[str]]:
+    """Keys that an experiment varies, between its jobs and inside them, and their values."""
+    config = composed(f"+experiment={experiment}", with_hydra=True)
+    varied = {**(config.hydra.sweeper.params or {}), **(config.grid or {})}
+    texts = [f"{name}={value}" for name, value in varied.items()]
+    found = {}
+    for override in OverridesParser.create().parse_overrides(texts):
+        name = str(override.input_line).partition("=")[0]
+        found[name] = list(override.sweep_string_iterator())
+    return found
 
 
 def settings(*overrides: str) -> dict[str, object]:

@@ -188,7 +188,7 @@ def phase_cost(
     """
     n_layers = costs.model.n_layers
     # Layers of a kind cost the same, and so do batches of the same shape.
-    kinds = costs.placement.layer_kinds(costs.model)
+    kinds = costs.layer_kinds.items()
     n_batches = len(block.batches)
     there = on_cpu if step and on_cpu else (0,) * n_batches
     if step and attention is Attention.CPU and not all(there):
@@ -196,11 +196,13 @@ def phase_cost(
     forward = Attention.UNFUSED if attention is Attention.CPU else attention
 
     def total(op: Op) -> float:
-        return sum(n * costs.seconds(replace(op, layer=i)) for i, n in kinds.items())
+        return sum(n * costs.seconds(replace(op, layer=i)) for i, n in kinds)
 
     def move(kind: Kind, n_seqs: int = 0, stop: int = 0) -> float:
         scope = Scope.INPUT if kind in _INPUT_MOVES else Scope.LAYER
-        return total(Op(kind, block.index, step, scope=scope, n_seqs=n_seqs, stop=stop))
+        ops = ((n, Op(kind, block.index, step, i, scope=scope, n_seqs=n_seqs, stop=stop))
+               for i, n in kinds)  # fmt: skip
+        return sum(n * costs.seconds(op) for n, op in ops)
 
     weights_s, disk_s = move(Kind.LOAD_WEIGHT), move(Kind.READ_WEIGHT)
     kv_s = store_s = compute_s = cpu_s = 0.0
@@ -271,9 +273,7 @@ def _closed_form(
     model, hardware, placement = costs.model, costs.hardware, costs.placement
     if decode is None or decode.bound != "kv":
         return None
-    weights_move = placement.total_weight_bytes(model, "gpu") < sum(
-        model.layer_bytes(i) for i in range(model.n_layers)
-    )
+    weights_move = placement.total_weight_bytes(model, "gpu") < model.layers_bytes()
     kv = placement.kv[block.index]
     if weights_move or kv.streamed < 1.0 or kv.disk > 0 or len(set(block.batches)) > 1:
         return None
@@ -311,7 +311,7 @@ def _cpu(
     lie in host memory: otherwise neither side pays for everything.
     """
     kv = placement.kv[block.index]
-    total = sum(model.layer_bytes(i) for i in range(model.n_layers))
+    total = model.layers_bytes()
     if decode is None or kv.host < 1.0 or placement.total_weight_bytes(model, "host") < total:
         return None, None
     kv_bytes = model.kv_bytes_per_token * _mean_context(block)
@@ -341,7 +341,7 @@ def _touched_bytes(model: ModelSpec, n_seqs: int) -> float:
         for i in range(model.n_layers)
         if model.is_moe(i)
     )
-    held = sum(model.layer_bytes(i) for i in range(model.n_layers))
+    held = model.layers_bytes()
     return held - idle * model.weight_bytes_per_elem
 
 

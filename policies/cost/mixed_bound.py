@@ -117,7 +117,7 @@ def _weights() -> Floats:
 
 
 def _weights_from_disk_s(costs: CostModel, block: Block, step: int) -> float:
-    kinds = costs.placement.layer_kinds(costs.model).items()
+    kinds = costs.layer_kinds.items()
     return sum(n * costs.seconds(Op(Kind.READ_WEIGHT, block.index, step, i)) for i, n in kinds)
 
 
@@ -145,7 +145,7 @@ def _sources(costs: CostModel, block: Block, batch: Batch, step: int) -> Floats:
         moved = costs.model.n_layers * costs.nbytes(op)
         found[i, :2] = moved / hardware.h2d.bytes_per_s, moved / hardware.disk_read.bytes_per_s
     forward = Op(Kind.FORWARD, block.index, step, n_seqs=batch.n_seqs, n_new=1, n_ctx=n_ctx)
-    for layer, n in costs.placement.layer_kinds(costs.model).items():
+    for layer, n in costs.layer_kinds.items():
         op = replace(forward, layer=layer)
         plain_s = costs.seconds(op)
 

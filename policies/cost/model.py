@@ -75,6 +75,7 @@ class CostModel:
             classes.setdefault((placement.weights[i], model.is_moe(i)), len(classes))
             for i in range(model.n_layers)
         ] + [-1]  # the LM head
+        self.layer_kinds = placement.layer_kinds(model)  # that cost the same, and their numbers
         kv_classes: dict[object, int] = {}
         self._kv_class = [kv_classes.setdefault(s, len(kv_classes)) for s in placement.kv]
         self._seconds: dict[tuple[object, ...], float] = {}

@@ -13,7 +13,13 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Lane(StrEnum):
+class Name(StrEnum):
+    """A text of a fixed set. It hashes as text does, in C: costs and slots are looked up by it."""
+
+    __hash__ = str.__hash__
+
+
+class Lane(Name):
     """A server that runs its ops one at a time in program order."""
 
     COMPUTE = "compute"
@@ -23,7 +29,7 @@ class Lane(StrEnum):
     CPU = "cpu"
 
 
-class Kind(StrEnum):
+class Kind(Name):
     """What an op does; its lane follows from its kind (``LANE_OF``)."""
 
     READ_WEIGHT = "read_weight"  # disk -> host staging
@@ -60,7 +66,7 @@ LANE_OF: dict[Kind, Lane] = {
 }
 
 
-class Tier(StrEnum):
+class Tier(Name):
     """A memory, from nearest to the GPU to farthest."""
 
     GPU = "gpu"
@@ -76,7 +82,7 @@ class Slot(NamedTuple):
     pinned: bool = True
 
 
-class Scope(StrEnum):
+class Scope(Name):
     """Which part of a layer an op covers."""
 
     LAYER = "layer"  # attention and MLP
@@ -88,7 +94,7 @@ class Scope(StrEnum):
     INPUT = "input"  # a layer's input, stored in place of its KV
 
 
-class Attention(StrEnum):
+class Attention(Name):
     """How a FORWARD attends: one fused kernel, separate kernels through HBM, or on the CPU."""
 
     FUSED = "fused"

@@ -8,6 +8,7 @@ touch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from policies.plan.op import Scope
@@ -156,9 +157,15 @@ class ModelSpec:
 
     def layer_params(self, layer: int, scope: Scope = Scope.LAYER) -> int:
         """Parameters of one layer, or of its attention or MLP (each with its norm)."""
-        attention = sum(self.attention_matrices().values()) + self._norm
-        mlp = sum(self.mlp_matrices(layer).values()) + self._norm
-        return {Scope.LAYER: attention + mlp, Scope.ATTENTION: attention, Scope.MLP: mlp}[scope]
+        if scope is Scope.LAYER:
+            return sum(self.layer_params(layer, half) for half in (Scope.ATTENTION, Scope.MLP))
+        if scope is Scope.ATTENTION:
+            return sum(self.attention_matrices().values()) + self._norm
+        if scope is Scope.MLP:
+            return sum(self.mlp_matrices(layer).values()) + self._norm
+        raise ValueError(
+            f"scope: {scope} holds no weights of its own, must be layer, attention, mlp"
+        )
 
     def layer_bytes(self, layer: int, scope: Scope = Scope.LAYER) -> int:
         """Bytes of one layer's weights, or of its attention or MLP.
@@ -170,6 +177,17 @@ class ModelSpec:
             halves = (Scope.ATTENTION, Scope.MLP)
             return sum(self.layer_bytes(layer, half) for half in halves)
         return round(self.layer_params(layer, scope) * self.weight_bytes_per_elem)
+
+    def layers_bytes(self, start: int = 0) -> int:
+        """Bytes of the weights of all layers from ``start`` on."""
+        return sum(n * self.layer_bytes(i) for i, n in self._alike(start))
+
+    def _alike(self, start: int = 0) -> Iterator[tuple[int, int]]:
+        """A layer of every kind, dense and with experts, and how many there are from ``start``."""
+        first_moe = self.n_dense_layers if self.n_experts else self.n_layers
+        for first, end in ((start, first_moe), (max(start, first_moe), self.n_layers)):
+            if first < end:
+                yield first, end - first
 
     @property
     def edge_params(self) -> int:
@@ -189,7 +207,7 @@ class ModelSpec:
     @property
     def n_params(self) -> int:
         """All parameters."""
-        return self.edge_params + sum(self.layer_params(i) for i in range(self.n_layers))
+        return self.edge_params + sum(n * self.layer_params(i) for i, n in self._alike())
 
     @property
     def n_params_active(self) -> int:
@@ -202,7 +220,7 @@ class ModelSpec:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return self.edge_bytes + sum(self.layer_bytes(i) for i in range(self.n_layers))
+        return self.edge_bytes + self.layers_bytes()
 
     # ---- KV -------------------------------------------------------------------------------
 

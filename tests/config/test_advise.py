@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import time
 from itertools import product
 from pathlib import Path
 
@@ -129,12 +128,11 @@ GRID = {
     ids=["opt-30b", "llama3.1-70b"],
 )  # fmt: skip
 def test_never_worse_than_a_coarse_grid(tmp_path, machine, placements):
-    """Within a minute of one core, although by far not all that is enumerated by default."""
-    start_s = time.process_time()
+    """By few simulations; what they save: ``python -m experiments.bench_advise``."""
     names = f"advise.policies=[{','.join(GRID['policy'])}]"
     advice = ask(tmp_path, "+experiment=advise", *machine, names, "advise.n_batches=[4]",
                  "advise.n_samples=4")  # fmt: skip
-    assert time.process_time() - start_s < 60
+    assert advice["n_simulated"] < 0.25 * advice["n_candidates"]
     own = [text for text in machine if not text.startswith("advise")]
     best = 0.0
     for placement, *values in product(placements, *GRID.values()):

@@ -21,7 +21,7 @@ def sim(
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "100",
              "PYTHONIOENCODING": "utf-8", "HOME": str(folder), **env},
     )  # fmt: skip

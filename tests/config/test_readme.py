@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 FENCED = re.compile(r"^```\n(.*?)^```$", re.M | re.S)
@@ -53,8 +54,17 @@ def missing(sample: str, printed: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory):
-    """The wheel, unpacked: what a user has who never saw the repository."""
-    folder = tmp_path_factory.mktemp("wheel")
+    """The wheel, unpacked: what a user has who never saw the repository. Workers share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "site").is_dir():
+            _build(folder)
+    return folder / "site"
+
+
+def _build(folder):
+    folder.mkdir()
     source = folder / "source"  # a build leaves files beside what it builds
     source.mkdir()
     for name in ("pyproject.toml", "README.md"):
@@ -70,7 +80,6 @@ def installed(tmp_path_factory):
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
-    return folder / "site"
 
 
 def test_readme_has_the_commands_of_the_issue():

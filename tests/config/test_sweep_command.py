@@ -27,7 +27,7 @@ def command(*overrides: str) -> tuple[str, ...]:
 def sweep(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """``python -m sim -m`` in ``folder``."""
     return subprocess.run(
-        command(*overrides), cwd=folder, capture_output=True, text=True, timeout=120,
+        command(*overrides), cwd=folder, capture_output=True, text=True, timeout=600,
         env={**ENV, "HOME": str(folder)},
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def test_a_killed_sweep_loses_the_run_in_flight_and_is_finished(tmp_path):
         command(*overrides, f"hydra.sweep.dir={out}"), cwd=tmp_path, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, env={**ENV, "HOME": str(tmp_path)},
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while len(list(out.glob("0/*/result.json"))) < 3:
         assert running.poll() is None
         assert time.monotonic() < deadline

@@ -13,7 +13,7 @@ from calibrate import fit
 from calibrate.grid import Case, cases
 from calibrate.predict import predicted_s, work
 from calibrate.presets import FULL, MIB, TINY
-from calibrate.profile import find_profile, fit_profile, read_profile, write_profile
+from calibrate.profile import fit_profile, read_profile, write_profile
 from calibrate.quality import (
     GROUPS_OF,
     fit_points,
@@ -24,6 +24,7 @@ from calibrate.quality import (
 from calibrate.record import Machine, Point
 from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import HardwareProfile, Link
+from policies.spec.hardware_file import find_profile
 from tests.policies_table import SMALL
 
 HERE = Machine("Test GPU", "1.0", "2.0", "Test CPU, 8 CPUs")
@@ -265,6 +266,7 @@ def test_a_poor_fit_is_flagged_and_said_in_the_profile() -> None:
     verdicts = {q.field: q.verdict for q in fitted.qualities}
     assert verdicts["h2d"] == "poor"
     assert verdicts["d2h"] == "good"
+    assert verdicts["launch_s"] == "unchecked"  # one point, which it fits
     assert "POOR FIT" in fitted.hardware.provenance["h2d"].source
     assert "POOR FIT" not in fitted.hardware.provenance["d2h"].source
 
@@ -309,7 +311,7 @@ def test_a_duplex_that_no_profile_holds_is_noted() -> None:
 def test_shipped_and_unknown_profiles(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
     assert read_profile(find_profile("h200")).name == "h200"
-    with pytest.raises(ValueError, match="no profile 'nosuch'"):
+    with pytest.raises(ValueError, match="hardware: 'nosuch' is no YAML file and none of a100, "):
         find_profile("nosuch")
     bad = tmp_path / "bad.yaml"
     bad.write_text("name: [", encoding="utf-8")

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from calibrate.importers.linkbench import read_linkbench
-from calibrate.profile import find_profile, fit_profile, read_profile
+from calibrate.profile import fit_profile, read_profile
 from policies.spec.curve import Curve, Grid
 from policies.spec.hardware import HardwareProfile, Link
+from policies.spec.hardware_file import find_profile
 
 SOURCE = Path(__file__).parents[1] / "golden" / "h200_linkbench.json"
 

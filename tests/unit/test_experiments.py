@@ -4,11 +4,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments.callback import draw_figure, find
 from experiments.load import load_sweep
-from tests.sweeps import CONF, VARIANTS, composed, run_cell, settings
+from tests.sweeps import CONF, VARIANTS, composed, grid, run_cell, settings
 from tests.sweeps import coarse as coarse
 
 EXPERIMENTS = (
@@ -16,18 +15,6 @@ EXPERIMENTS = (
     "motivation-175b", "policies", "prefill-length", "tasks", "timeline",
 )  # fmt: skip
 STEPS = sorted(path.stem for path in (CONF / "step").glob("*.yaml"))
-
-
-def grid(experiment: str) -> dict[str, list[str]]:
-    """Keys that an experiment varies, between its jobs and inside them, and their values."""
-    config = composed(f"+experiment={experiment}", with_hydra=True)
-    varied = {**config.hydra.sweeper.params, **(config.grid or {})}
-    texts = [f"{name}={value}" for name, value in varied.items()]
-    found = {}
-    for override in OverridesParser.create().parse_overrides(texts):
-        name = str(override.input_line).partition("=")[0]
-        found[name] = list(override.sweep_string_iterator())
-    return found
 
 
 SHRUNK = {  # values to keep instead of the first one, and what makes a run small

@@ -4,17 +4,15 @@ from itertools import product
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from experiments import style
 from experiments.callback import draw_figure
 from experiments.load import load_sweep
 from experiments.table import comparison
 from sim.mode_keys import mode_of
 from sim.modes import run_in_sweep
-from tests.serving_table import CONF
+from tests.sweeps import CONF, composed, grid
+from tests.sweeps import coarse as coarse
 
 SHRUNK = {  # experiment: values to keep of each key (1 where not said), and what makes a run small
     "kappa": ({"model": 2, "hardware": 2}, []),
@@ -25,27 +23,13 @@ SHRUNK = {  # experiment: values to keep of each key (1 where not said), and wha
 }
 
 
-@pytest.fixture(autouse=True)
-def coarse(monkeypatch):
-    """Few pixels: tests look at what is drawn, not at how sharp it is."""
-    monkeypatch.setattr(style, "DPI", 40)
-
-
-def composed(*overrides, with_hydra=False):
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return compose("config", list(overrides), return_hydra_config=with_hydra)
-
-
 @pytest.mark.parametrize("name", SHRUNK)
 def test_runs_when_shrunk(name, tmp_path):
     keep, small = SHRUNK[name]
     hydra = composed(f"+experiment={name}", with_hydra=True).hydra
     assert hydra.mode.name == "MULTIRUN"
-    swept = [f"{key}={value}" for key, value in hydra.sweeper.params.items()]
     kept = []
-    for override in OverridesParser.create().parse_overrides(swept):
-        key = str(override.input_line).partition("=")[0]
-        values = list(override.sweep_string_iterator())
+    for key, values in grid(name).items():
         assert len(values) == len(set(values)) > 1
         if (CONF / key).is_dir():
             assert set(values) <= {path.stem for path in (CONF / key).glob("*.yaml")}

@@ -31,7 +31,7 @@ def cli(*arguments: object) -> int:
 
 
 def test_run_writes_a_folder_a_request(tmp_path: Path) -> None:
-    other = replace(REQUEST, name="other", policy=POLICIES["tightllm-dp"])
+    other = replace(REQUEST, name="other", policy=POLICIES["tightllm-dp"], steps_run=99)
     small = replace(REQUEST, name="small", hardware=replace(SMALL, gpu_bytes=1e4))
     requests = write(tmp_path / "requests", REQUEST, other, small)
     out = tmp_path / "out"
@@ -43,6 +43,11 @@ def test_run_writes_a_folder_a_request(tmp_path: Path) -> None:
     assert records["small"]["oom_tier"] == "gpu"
     assert not (out / "small" / "trace.jsonl").exists()
     assert records["cell"]["tokens_sha256"] == records["other"]["tokens_sha256"]
+    assert (
+        records["cell"]["steps_run"]
+        == records["other"]["steps_run"]
+        == UNIFORM.blocks[0].max_new - 1
+    )
     cell = records["cell"]
     trace = read_jsonl(out / "cell" / "trace.jsonl")
     assert cell["makespan_s"] == trace.makespan_s
@@ -196,7 +201,11 @@ def test_an_end_token_cuts_the_text(checkpoint: Path, tmp_path: Path) -> None:
         ("", (), "holds no prompt"),
         ('{"ids": [99]}', (), "token ids must be in 0..11, one has 99..99"),
         ('{"ids": [1]}', ("--policy", "best"), "policy: 'best' is none of accelerate"),
-        ('{"ids": [1]}', ("--hardware", "abacus"), "abacus.yaml does not exist; known: a100"),
+        (
+            '{"ids": [1]}',
+            ("--hardware", "abacus"),
+            "hardware: 'abacus' is no YAML file and none of a100, ",
+        ),
         ('{"ids": [1]}', ("--max-new", "0"), "max-new: 0 must be >= 1"),
         ('{"ids": [1]}', ("--max-new", "99"), "exceeds model.max_positions 64"),
         ('{"ids": [1]}', ("--dtype", "int4"), "dtype: 'int4' is none of"),
