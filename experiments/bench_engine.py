@@ -89,12 +89,16 @@ class Replay:
         return self._decisions[ctx.block.index, ctx.step]
 
 
+def composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """The configuration that the command line describes."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
+    return dict(config)
+
+
 def settings(overrides: Sequence[str]) -> RunSpec:
     """The run that the command line describes."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose("config", overrides=[*JOB, *overrides])
-    config: Any = OmegaConf.to_container(composed, resolve=True)
-    return build(config, overrides)
+    return build(composed([*JOB, *overrides]), overrides)
 
 
 def measure(spec: RunSpec) -> Row:

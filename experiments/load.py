@@ -102,7 +102,9 @@ def _read_result(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path.name} is missing, the run did not end") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
     if not isinstance(result, dict) or "status" not in result:
         raise ValueError(f"{path.name} is not a record (no status)")

@@ -49,8 +49,8 @@ def best_split(ctx: StepContext, attention: Attention, n_cpu: int | None = None)
     tokens = [b.n_seqs * n for b, n in zip(ctx.block.batches, ctx.n_ctx(), strict=True)]
     down = sorted(range(ctx.n_batches), key=lambda b: -tokens[b])
     up = sorted(range(ctx.n_batches), key=lambda b: tokens[b])
-    kinds = ctx.placement.layer_kinds(ctx.model)
-    costs = [(n, _layer_s(ctx, layer, attention)) for layer, n in kinds.items()]
+    kinds = ctx.belief.layer_kinds.items()
+    costs = [(n, _layer_s(ctx, layer, attention)) for layer, n in kinds]
     splits = [
         _of_order(order, costs, n_cpu) for order in ((down, up) if len(set(tokens)) > 1 else (up,))
     ]

@@ -9,8 +9,10 @@ def os_error_text(error: OSError) -> str:
     """``FILE: what is wrong``, where the error knows its file."""
     if error.filename is None:
         return error.strerror or str(error) or type(error).__name__
-    if isinstance(error, FileExistsError | NotADirectoryError):
+    if isinstance(error, FileExistsError):
         return f"{error.filename}: must be a folder, a file is in the way"
+    if isinstance(error, NotADirectoryError):
+        return f"{error.filename}: a file is in the way of this path"
     return f"{error.filename}: {error.strerror}"
 
 

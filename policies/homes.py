@@ -9,11 +9,12 @@ differ in nothing else have the same structure.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import NamedTuple
 
+from policies.plan.op import Keyword
 
-class Source(StrEnum):
+
+class Source(Keyword):
     """What a home holds of a token."""
 
     KV = "kv"

@@ -171,8 +171,10 @@ def read_request(path: Path) -> RunRequest:
     """The request in a file; ``ValueError`` naming the file."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
     try:
         return RunRequest.from_json(text)
     except ValueError as error:

@@ -103,8 +103,10 @@ def read_prompts(path: Path) -> list[Mapping[str, object]]:
     """Lines of a prompts file, each ``{"prompt": text}`` or ``{"ids": [...]}``."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
     prompts = list(_parsed(path, lines))
     if not prompts:
         raise ValueError(f"{path}: holds no prompt")

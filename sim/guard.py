@@ -76,7 +76,9 @@ class Guard(Callback):
 
 
 def _manifest(config: DictConfig) -> dict[str, object]:
-    overrides = without_sweep(list(config.hydra.overrides.task))
+    words = list(config.hydra.overrides.task)
+    _check_grid_is_not_swept(words)
+    overrides = without_sweep(words)
     given = config.hydra.sweeper.get("params") or {}
     params = {str(key): str(value) for key, value in given.items()}
     grid = config.get("grid")
@@ -84,6 +86,14 @@ def _manifest(config: DictConfig) -> dict[str, object]:
     swept = [f"{key}={value}" for key, value in params.items()]
     n_runs = count_jobs([*swept, *overrides]) * len(expand(plain, overrides))
     return {"overrides": sorted(overrides), "params": params, "grid": plain, "n_runs": n_runs}
+
+
+def _check_grid_is_not_swept(overrides: Sequence[str]) -> None:
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.get_key_element().lstrip("+")
+        if key.partition(".")[0] == "grid" and override.is_sweep_override():
+            plain = str(override.input_line).replace("grid.", "", 1)
+            raise ValueError(f"{override.input_line}: cannot vary the grid itself, write {plain}")
 
 
 def count_jobs(overrides: Sequence[str]) -> int:

@@ -34,13 +34,14 @@ def composed(*overrides: str, with_hydra: bool = False):
         return compose("config", list(overrides), return_hydra_config=with_hydra)
 
 
-def grid(experiment: str) -> dict[str, list[str]]:
-    """Keys that an experiment varies, between its jobs and inside them, and their values."""
+def varied(experiment: str, where: str = "all") -> dict[str, list[str]]:
+    """Keys that an experiment varies and their values: between its ``jobs`` or ``all``."""
     config = composed(f"+experiment={experiment}", with_hydra=True)
-    varied = {**(config.hydra.sweeper.params or {}), **(config.grid or {})}
-    texts = [f"{name}={value}" for name, value in varied.items()]
+    swept = {**(config.hydra.sweeper.params or {}), **((where == "all" and config.grid) or {})}
     found = {}
-    for override in OverridesParser.create().parse_overrides(texts):
+    for override in OverridesParser.create().parse_overrides(
+        [f"{k}={v}" for k, v in swept.items()]
+    ):
         name = str(override.input_line).partition("=")[0]
         found[name] = list(override.sweep_string_iterator())
     return found

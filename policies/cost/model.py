@@ -63,7 +63,10 @@ Kernel = tuple[tuple[str, float], ...]
 
 
 class CostModel:
-    """Costs of ops for one (model, hardware, placement); results are cached by amounts."""
+    """Costs of ops for one (model, hardware, placement); results are cached by amounts.
+
+    ``layer_kinds`` has a layer of each kind and how many cost the same.
+    """
 
     def __init__(self, model: ModelSpec, hardware: HardwareProfile, placement: Placement) -> None:
         self.model = model
@@ -75,7 +78,7 @@ class CostModel:
             classes.setdefault((placement.weights[i], model.is_moe(i)), len(classes))
             for i in range(model.n_layers)
         ] + [-1]  # the LM head
-        self.layer_kinds = placement.layer_kinds(model)  # that cost the same, and their numbers
+        self.layer_kinds = placement.layer_kinds(model)
         kv_classes: dict[object, int] = {}
         self._kv_class = [kv_classes.setdefault(s, len(kv_classes)) for s in placement.kv]
         self._seconds: dict[tuple[object, ...], float] = {}

@@ -13,13 +13,13 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Name(StrEnum):
-    """A text of a fixed set. It hashes as text does, in C: costs and slots are looked up by it."""
+class Keyword(StrEnum):
+    """One of a fixed set of texts. Hashes as text does, in C: costs and slots are looked up so."""
 
     __hash__ = str.__hash__
 
 
-class Lane(Name):
+class Lane(Keyword):
     """A server that runs its ops one at a time in program order."""
 
     COMPUTE = "compute"
@@ -29,7 +29,7 @@ class Lane(Name):
     CPU = "cpu"
 
 
-class Kind(Name):
+class Kind(Keyword):
     """What an op does; its lane follows from its kind (``LANE_OF``)."""
 
     READ_WEIGHT = "read_weight"  # disk -> host staging
@@ -66,7 +66,7 @@ LANE_OF: dict[Kind, Lane] = {
 }
 
 
-class Tier(Name):
+class Tier(Keyword):
     """A memory, from nearest to the GPU to farthest."""
 
     GPU = "gpu"
@@ -82,7 +82,7 @@ class Slot(NamedTuple):
     pinned: bool = True
 
 
-class Scope(Name):
+class Scope(Keyword):
     """Which part of a layer an op covers."""
 
     LAYER = "layer"  # attention and MLP
@@ -94,7 +94,7 @@ class Scope(Name):
     INPUT = "input"  # a layer's input, stored in place of its KV
 
 
-class Attention(Name):
+class Attention(Keyword):
     """How a FORWARD attends: one fused kernel, separate kernels through HBM, or on the CPU."""
 
     FUSED = "fused"
@@ -152,7 +152,7 @@ class Op:
 
     @property
     def key(self) -> str:
-        """Name that is stable between simulation and device, unique in a plan.
+        """Keyword that is stable between simulation and device, unique in a plan.
 
         ``forward/g0/s3/l17/b2/p0``: block 0, step 3, layer 17, batch 2, part 0. The part of a
         FORWARD is 0 for attention or a whole layer, 1 for the MLP, 2 for QKV and 3 for the output

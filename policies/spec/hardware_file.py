@@ -1,7 +1,8 @@
 """Where a hardware profile lies: by name or by path.
 
-A profile in ``./conf/hardware`` is where ``calibrate fit`` writes; those shipped come after. What
-readers get wrong: a text that ends in ``.yaml`` or ``.yml`` is a path and never a name.
+``calibrate fit`` writes into ``./conf/hardware``; other profiles are shipped. What readers get
+wrong: a name means one file. One that is in both places, with different numbers, is refused here as
+the simulator refuses it, and a text that ends in ``.yaml`` or ``.yml`` is a path and never a name.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from pathlib import Path
 
 
 def find_profile(name: str) -> Path:
-    """File of a profile; ``ValueError`` that lists the known ones where there is none."""
+    """File of a profile; ``ValueError`` where there is none, or two that differ."""
     if name.endswith((".yaml", ".yml")):
         return Path(name)
-    shipped = Path(str(resources.files("conf"))) / "hardware"
-    folders = (Path("conf") / "hardware", shipped)
-    for folder in folders:
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    raise ValueError(f"hardware: {name!r} is no YAML file and none of {', '.join(known)}")
+    folders = (Path("conf") / "hardware", Path(str(resources.files("conf"))) / "hardware")
+    found = [file for folder in folders if (file := folder / f"{name}.yaml").is_file()]
+    if not found:
+        known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+        raise ValueError(f"profile: {name!r} is no YAML file and none of {', '.join(known)}")
+    if found[0].read_bytes() != found[-1].read_bytes():
+        raise ValueError(f"{found[0]}: has the name of a shipped file, give it another")
+    return found[0]

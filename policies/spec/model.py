@@ -180,9 +180,9 @@ class ModelSpec:
 
     def layers_bytes(self, start: int = 0) -> int:
         """Bytes of the weights of all layers from ``start`` on."""
-        return sum(n * self.layer_bytes(i) for i, n in self._alike(start))
+        return sum(n * self.layer_bytes(i) for i, n in self._layer_kinds(start))
 
-    def _alike(self, start: int = 0) -> Iterator[tuple[int, int]]:
+    def _layer_kinds(self, start: int = 0) -> Iterator[tuple[int, int]]:
         """A layer of every kind, dense and with experts, and how many there are from ``start``."""
         first_moe = self.n_dense_layers if self.n_experts else self.n_layers
         for first, end in ((start, first_moe), (max(start, first_moe), self.n_layers)):
@@ -207,7 +207,7 @@ class ModelSpec:
     @property
     def n_params(self) -> int:
         """All parameters."""
-        return self.edge_params + sum(n * self.layer_params(i) for i, n in self._alike())
+        return self.edge_params + sum(n * self.layer_params(i) for i, n in self._layer_kinds())
 
     @property
     def n_params_active(self) -> int:

@@ -58,13 +58,12 @@ def installed(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
     with FileLock(f"{folder}.lock"):
-        if not (folder / "site").is_dir():
-            _build(folder)
-    return folder / "site"
+        if not folder.is_dir():
+            _built(tmp_path_factory.mktemp("build")).rename(folder)
+    return folder
 
 
-def _build(folder):
-    folder.mkdir()
+def _built(folder):
     source = folder / "source"  # a build leaves files beside what it builds
     source.mkdir()
     for name in ("pyproject.toml", "README.md"):
@@ -80,6 +79,7 @@ def _build(folder):
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
+    return folder / "site"
 
 
 def test_readme_has_the_commands_of_the_issue():

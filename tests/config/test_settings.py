@@ -129,7 +129,8 @@ def test_what_hydra_refuses_is_one_line_without_its_advice(override, parts):
     ("error", "message"),
     [
         (PermissionError(13, "Permission denied", "/x/out"), "/x/out: Permission denied"),
-        (NotADirectoryError(20, "Not a directory", "a/b"), "a/b: must be a folder, a file is in"),
+        (NotADirectoryError(20, "Not a directory", "a/b"), "a/b: a file is in the way of this"),
+        (FileExistsError(17, "File exists", "a"), "a: must be a folder, a file is in the way"),
         (OSError("no more of it"), "no more of it"),
         (BrokenPipeError(32, "Broken pipe"), "Broken pipe"),
         (yaml.YAMLError("bad\n  indent"), "bad indent"),

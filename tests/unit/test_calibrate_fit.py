@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -311,8 +313,17 @@ def test_a_duplex_that_no_profile_holds_is_noted() -> None:
 def test_shipped_and_unknown_profiles(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
     assert read_profile(find_profile("h200")).name == "h200"
-    with pytest.raises(ValueError, match="hardware: 'nosuch' is no YAML file and none of a100, "):
+    with pytest.raises(ValueError, match="profile: 'nosuch' is no YAML file and none of a100, "):
         find_profile("nosuch")
+    own = tmp_path / "conf" / "hardware"
+    own.mkdir(parents=True)
+    shutil.copy(find_profile("h200"), own / "mine.yaml")
+    assert find_profile("mine") == Path("conf/hardware/mine.yaml")
+    shutil.copy(find_profile("h200"), own / "h200.yaml")  # the same: no matter which
+    assert read_profile(find_profile("h200")).name == "h200"
+    (own / "h200.yaml").write_text("name: h200\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"h200\.yaml: has the name of a shipped file"):
+        find_profile("h200")
     bad = tmp_path / "bad.yaml"
     bad.write_text("name: [", encoding="utf-8")
     with pytest.raises(ValueError, match=r"bad\.yaml"):

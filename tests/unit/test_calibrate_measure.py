@@ -101,6 +101,9 @@ def test_order_is_shuffled_by_seed_and_coarse_points_come_first() -> None:
         (("measure", "--device", "cpu", "--threads", 0, "--out", "x.jsonl"), "threads: 0 must"),
         (("fit", "points.jsonl", "--name", "../x"), "name: '../x' must match"),
         (("fit", "points.jsonl", "--name", ""), "name: '' must match"),
+        (("fit", "none.jsonl", "--name", "x"), "calibrate fit: none.jsonl: No such file"),
+        (("drift", "none.yaml", "--device", "cpu"), "calibrate drift: none.yaml: No such file"),
+        (("drift", "none", "--device", "cpu"), "calibrate drift: profile: 'none' is no YAML file"),
     ],
 )
 def test_bad_arguments_are_named(

@@ -4,10 +4,13 @@ from itertools import product
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from experiments.callback import draw_figure, find
 from experiments.load import load_sweep
-from tests.sweeps import CONF, VARIANTS, composed, grid, run_cell, settings
+from sim.cells import Composer, expand
+from tests.sweeps import CONF, VARIANTS, composed, run_cell, settings, varied
 from tests.sweeps import coarse as coarse
 
 EXPERIMENTS = (
@@ -36,7 +39,7 @@ class TestExperiments:
         assert hydra.callbacks.aggregate.figures
         for source in hydra.callbacks.aggregate.get("tables", {}).values():
             assert callable(find("tables", source))
-        for key, values in grid(name).items():
+        for key, values in varied(name).items():
             group = CONF / key.lstrip("+")
             if group.is_dir():
                 assert set(values) <= {path.stem for path in group.glob("*.yaml")}
@@ -45,7 +48,9 @@ class TestExperiments:
     @pytest.mark.parametrize("name", EXPERIMENTS)
     def test_runs_when_shrunk(self, name, tmp_path):
         keep, small = SHRUNK.get(name, ({"policy": 2}, ["model.n_layers=2"]))
-        kept = [[f"{k}={v}" for v in values[: keep.get(k, 1)]] for k, values in grid(name).items()]
+        kept = [
+            [f"{k}={v}" for v in values[: keep.get(k, 1)]] for k, values in varied(name).items()
+        ]
         for i, overrides in enumerate(product(*kept)):
             run_cell(tmp_path / str(i), [f"+experiment={name}", *overrides, *small])
         results = load_sweep(tmp_path)
@@ -57,8 +62,18 @@ class TestExperiments:
             draw_figure(figure, results, tmp_path, tmp_path / f"{figure}.png")
             assert (tmp_path / f"{figure}.png").exists()
 
+    @pytest.mark.parametrize("name", sorted(p.stem for p in (CONF / "experiment").glob("*.yaml")))
+    def test_cells_are_what_the_command_line_composes(self, name):
+        words = [f"+experiment={name}"]
+        words += [f"{key}={values[-1]}" for key, values in varied(name, "jobs").items()]
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+            job = compose("config", words)
+            cell = expand(OmegaConf.to_container(job.grid) if job.grid else None, words)[-1]
+            whole = OmegaConf.to_container(compose("config", [*words, *cell]), resolve=True)
+            assert Composer(job, words)(cell) == whole
+
     def test_ablation_is_the_grid_of_forty_runs(self):
-        swept = grid("ablation")
+        swept = varied("ablation")
         assert sorted(swept["policy"]) == sorted(VARIANTS)
         assert np.prod([len(values) for values in swept.values()]) == 40
 

@@ -11,7 +11,7 @@ from experiments.load import load_sweep
 from experiments.table import comparison
 from sim.mode_keys import mode_of
 from sim.modes import run_in_sweep
-from tests.sweeps import CONF, composed, grid
+from tests.sweeps import CONF, composed, varied
 from tests.sweeps import coarse as coarse
 
 SHRUNK = {  # experiment: values to keep of each key (1 where not said), and what makes a run small
@@ -29,7 +29,7 @@ def test_runs_when_shrunk(name, tmp_path):
     hydra = composed(f"+experiment={name}", with_hydra=True).hydra
     assert hydra.mode.name == "MULTIRUN"
     kept = []
-    for key, values in grid(name).items():
+    for key, values in varied(name).items():
         assert len(values) == len(set(values)) > 1
         if (CONF / key).is_dir():
             assert set(values) <= {path.stem for path in (CONF / key).glob("*.yaml")}

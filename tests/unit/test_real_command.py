@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from policies.run_request import RunRequest
+from policies.spec.hardware_file import find_profile
 from policies.trace.jsonl import read_jsonl
 from real.__main__ import main, parse_bytes
 from tests.lossless.engine import FAMILIES, UNIFORM, in_dtype
@@ -165,7 +167,9 @@ def generated(folder: Path, tmp_path: Path, *more: object) -> list[dict[str, obj
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_generate_is_the_same_under_every_policy(checkpoint: Path, tmp_path: Path) -> None:
+def test_generate_is_the_same_under_every_policy(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = generated(checkpoint, tmp_path)
     assert [a["answer"] for a in answers] == [
         " ".join(f"w{i}" for i in a["answer_ids"])  # type: ignore[attr-defined]
@@ -173,6 +177,11 @@ def test_generate_is_the_same_under_every_policy(checkpoint: Path, tmp_path: Pat
     ]
     assert answers[2]["id"] == "x"
     assert all(len(a["answer_ids"]) == 6 and not a["ended"] for a in answers)  # type: ignore[arg-type]
+    own = tmp_path / "conf" / "hardware"
+    own.mkdir(parents=True)
+    shutil.copy(find_profile("t4"), own / "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert generated(checkpoint, tmp_path, "--hardware", "mine") == answers
     for policy in ("accelerate-big", "flexgen"):
         assert generated(checkpoint, tmp_path, "--policy", policy) == answers
 
@@ -204,8 +213,9 @@ def test_an_end_token_cuts_the_text(checkpoint: Path, tmp_path: Path) -> None:
         (
             '{"ids": [1]}',
             ("--hardware", "abacus"),
-            "hardware: 'abacus' is no YAML file and none of a100, ",
+            "profile: 'abacus' is no YAML file and none of a100, ",
         ),
+        ('{"ids": [1]}', ("--hardware", "no.yaml"), "error: no.yaml: No such file or directory"),
         ('{"ids": [1]}', ("--max-new", "0"), "max-new: 0 must be >= 1"),
         ('{"ids": [1]}', ("--max-new", "99"), "exceeds model.max_positions 64"),
         ('{"ids": [1]}', ("--dtype", "int4"), "dtype: 'int4' is none of"),

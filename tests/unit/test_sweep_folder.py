@@ -180,6 +180,20 @@ class TestGuard:
         assert pickle.loads(pickle.dumps(progress)).bar is None  # noqa: S301
         guard.on_multirun_end(config(tmp_path / "sweep"))
 
+    @pytest.mark.parametrize("word", ["grid.seed=1,2", "+grid.seed=choice(1,2)"])
+    def test_a_grid_is_not_swept(self, word, tmp_path):
+        varied = config(tmp_path / "sweep")
+        varied.hydra.overrides.task.append(word)
+        with pytest.raises(
+            SweepRefused, match=r"cannot vary the grid itself, write \+?seed="
+        ) as caught:
+            Guard().on_multirun_start(varied)
+        assert str(caught.value).startswith(word)
+        varied.hydra.overrides.task[-1] = "grid.seed='1,2'"  # one value, which names two
+        guard = Guard()
+        guard.on_multirun_start(varied)
+        guard.on_multirun_end(varied)
+
     def test_jobs_are_counted_as_the_sweeper_counts_them(self):
         assert count_jobs(["policy=a,b", "seed=1,2,3", "trace=none"]) == 6
         assert count_jobs(["policy=a,b", "policy=c"]) == 1  # the command line narrows
