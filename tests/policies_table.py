@@ -169,7 +169,7 @@ SMALL = HardwareProfile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Scenario:
     """A job on a machine. ``host_share``: host memory as a share of weights and KV, null: plenty.
 
@@ -185,9 +185,8 @@ class Scenario:
         """The profile on which a policy runs."""
         if self.host_share is None:
             return self.hardware
-        weights = sum(self.model.layer_bytes(i) for i in range(self.model.n_layers))
         kv = max(block_kv_bytes(self.model, block) for block in self.blocks)
-        room = self.host_share * (weights + kv)
+        room = self.host_share * (self.model.layers_bytes() + kv)
         return replace(self.hardware, host_bytes=policy.buffers.relay_bytes + room)
 
 
@@ -239,11 +238,18 @@ class Planned:
     decisions: dict[tuple[int, int], Decision]
 
 
+@cache
+def placed(policy: Policy, scenario: Scenario) -> Placement:
+    """Where the policy places the scenario; once a process, because ``mixed`` takes its time."""
+    hardware, blocks = scenario.machine(policy), policy.blocks(scenario.blocks)
+    return policy.place(scenario.model, hardware, blocks)
+
+
 def fits(policy: Policy, scenario: Scenario) -> bool:
     """Whether the scenario's machine holds the policy's plan."""
     hardware = scenario.machine(policy)
     blocks = policy.blocks(scenario.blocks)
-    placement = policy.place(scenario.model, hardware, blocks)
+    placement = placed(policy, scenario)
     try:
         check_run(scenario.model, hardware, placement, policy.buffers, blocks)
     except OutOfMemory:
@@ -258,7 +264,7 @@ def planned(policy: Policy, scenario: Scenario, belief: HardwareProfile | None =
     """Plan a scenario with a policy that believes in ``belief`` (None: in its machine)."""
     hardware = scenario.machine(policy)
     blocks = policy.blocks(scenario.blocks)
-    placement = policy.place(scenario.model, hardware, blocks)
+    placement = placed(policy, scenario)
     costs = CostModel(scenario.model, hardware, placement)
     mind = costs if belief is None else CostModel(scenario.model, belief, placement)
     decisions: dict[tuple[int, int], Decision] = {}

@@ -57,7 +57,7 @@ def test_too_small_a_tier_is_named(policy, tier):
         scenario = replace(scenario, host_share=None)  # fixed percentages overflow the host
     hardware = scenario.machine(POLICIES[policy])
     blocks = POLICIES[policy].blocks(scenario.blocks)
-    placement = POLICIES[policy].place(scenario.model, hardware, blocks)
+    placement = placed(POLICIES[policy], scenario)
     peaks = book(scenario.model, hardware, placement, POLICIES[policy].buffers, blocks)
     if not peaks[tier]:
         return  # a policy that does not use the tier cannot overflow it
