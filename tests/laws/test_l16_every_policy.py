@@ -12,7 +12,7 @@ from policies.plan.predict import predict
 from policies.trace.check import check_trace
 from sim.engine import SimBackend
 from sim.run import book
-from tests.policies_table import CASES, POLICIES, SCENARIOS, case, fits
+from tests.policies_table import CASES, POLICIES, SCENARIOS, case, fits, placed
 from tests.reference import max_plus
 
 

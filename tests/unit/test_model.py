@@ -116,6 +116,9 @@ def test_totals_are_edges_plus_layers(model):
     untied = replace(model, tied_embeddings=False)
     tied = replace(model, tied_embeddings=True)
     assert untied.n_params - tied.n_params == model.vocab * model.d_model
+    for start in range(model.n_layers + 1):
+        each = (model.layer_bytes(i) for i in range(start, model.n_layers))
+        assert model.layers_bytes(start) == sum(each)
 
 
 def test_opt_layer_counts_weights_and_biases():
