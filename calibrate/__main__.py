@@ -133,6 +133,8 @@ def _measure(args: argparse.Namespace, console: Console) -> int:
 
     plan = make_plan(_preset(args), [w for w in args.only.split(",") if w], args.seed)
     disk_dir = args.disk_dir or args.out.resolve().parent
+    if not disk_dir.is_dir():
+        raise ValueError(f"disk-dir: {disk_dir} is not a folder")
     bench = _bench(args, disk_dir)
     columns = (TextColumn("{task.description:<44.44}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -162,9 +164,13 @@ def _fit(args: argparse.Namespace, console: Console) -> int:
     from calibrate.profile import fit_profile, write_profile
     from calibrate.quality import RULE, table
     from calibrate.record import read_points
+    from policies.spec.hardware_file import SHIPPED
 
     if not re.fullmatch(_NAME, args.name):
         raise ValueError(f"name: {args.name!r} must match {_NAME}: it becomes a file's name")
+    shipped = SHIPPED / "hardware"
+    if (shipped / f"{args.name}.yaml").is_file() and args.out.resolve() != shipped:
+        raise ValueError(f"name: {args.name!r} is that of a shipped profile, choose another")
     points = read_points(args.points)
     fitted = fit_profile(points, args.name)
     path = write_profile(fitted, args.out)

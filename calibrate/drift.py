@@ -1,16 +1,17 @@
 """Drift: whether a stored profile still describes this machine.
 
 A handful of points a number is measured again; their total time is held against what the profile
-says. A number has drifted if the two differ, either way, by more than twice its stated residual and
-more than five per cent, or by half: a poor fit excuses no more. What readers get wrong: a drift of
-pageable copies is often real and comes back; they depend on where the memory lies.
+says. A number has drifted if one exceeds the other by more than twice its stated residual, twice
+the spread of the repeats now and five per cent, or by half: a poor fit excuses no more. What
+readers get wrong: a drift of pageable copies is often real and comes back; they depend on where the
+memory lies.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import monotonic
 
 from calibrate.bench import Bench
@@ -25,24 +26,26 @@ from calibrate.record import Machine, Point
 from policies.spec.hardware import HardwareProfile
 
 MIN_TOLERANCE, MAX_TOLERANCE = 0.05, 0.5
-_RESIDUALS = 2.0
+_TIMES = 2.0  # the residual, or the spread
 
 
 @dataclass(frozen=True, slots=True)
 class Drifted:
-    """One number: seconds that the profile predicts over seconds measured now, less one."""
+    """One number: ``off`` is how much longer the profile says than is measured now.
+
+    Negative: how much longer it takes now than the profile says. So both count alike.
+    """
 
     field: str
     n_points: int
-    error: float
+    off: float
     tolerance: float
     reason: str = ""  # why nothing could be measured
 
     @property
     def drifted(self) -> bool:
         """Whether the number no longer fits, be it too fast or too slow."""
-        ratio = 1.0 + self.error
-        return max(ratio, 1.0 / ratio if ratio > 0 else math.inf) > 1.0 + self.tolerance
+        return abs(self.off) > self.tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,14 @@ def judge(hardware: HardwareProfile, points: Sequence[Point], here: Machine) -> 
         timed = [p for p in taken if p.seconds]
         source = hardware.provenance.get(field)
         residual = source.residual if source is not None else None
-        tolerance = min(max(MIN_TOLERANCE, _RESIDUALS * (residual or 0.0)), MAX_TOLERANCE)
+        spread = median(p.spread for p in timed) if timed else 0.0
+        doubt = _TIMES * max(residual or 0.0, spread)
+        tolerance = min(max(MIN_TOLERANCE, doubt), MAX_TOLERANCE)
         if timed:
-            said = sum(predicted_s(hardware, p.group, p.x) for p in timed)
-            error = said / sum(p.median_s for p in timed) - 1.0
-            numbers.append(Drifted(field, len(timed), error, tolerance))
+            said_s = sum(predicted_s(hardware, p.group, p.x) for p in timed)
+            now_s = sum(p.median_s for p in timed)
+            off = said_s / now_s - 1.0 if said_s >= now_s else 1.0 - now_s / said_s
+            numbers.append(Drifted(field, len(timed), off, tolerance))
         elif taken:
             numbers.append(Drifted(field, 0, 0.0, tolerance, taken[0].skipped))
     return DriftReport(tuple(numbers), device_warning(hardware, (here.device,), "this is"))
@@ -120,13 +126,13 @@ def handful(preset: Preset) -> Iterator[Case]:
 def rows(report: DriftReport) -> list[tuple[str, ...]]:
     """Header and rows of the drift table, as text."""
     table: list[tuple[str, ...]] = [
-        ("number", "points", "profile / now - 1", "tolerance", "verdict")
+        ("number", "points", "profile slower (+) or faster (-)", "tolerance", "verdict")
     ]
     for n in report.numbers:
         if n.reason:
             table.append((n.field, "0", "-", f"{n.tolerance:.1%}", f"not measured: {n.reason}"))
         else:
             verdict = "drifted" if n.drifted else "fits"
-            line = (n.field, str(n.n_points), f"{n.error:+.1%}", f"{n.tolerance:.1%}", verdict)
+            line = (n.field, str(n.n_points), f"{n.off:+.1%}", f"{n.tolerance:.1%}", verdict)
             table.append(line)
     return table

@@ -147,7 +147,10 @@ def read_points(path: Path) -> tuple[Point, ...]:
 
 def whole_lines(path: Path) -> list[str]:
     """Lines of a file that have an end."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
     return text[: text.rfind("\n") + 1].splitlines()
 
 

@@ -86,7 +86,11 @@ def read_runs(root: Path) -> tuple[tuple[RealRun, ...], tuple[Unusable, ...]]:
                 reason = f"has no {DECISIONS}, without which a closed loop cannot be replayed"
                 unusable.append(Unusable(folder, reason))
                 continue
-            runs.append(RealRun(folder, asked, read_jsonl(folder / TRACE), decisions, result))
+            trace = read_jsonl(folder / TRACE)
+            if trace.spans:
+                runs.append(RealRun(folder, asked, trace, decisions, result))
+            else:
+                unusable.append(Unusable(folder, f"{TRACE} is empty"))
     if not runs and not unusable:
         raise ValueError(f"traces: {root} has no folder with a {REQUEST}")
     return tuple(runs), tuple(unusable)

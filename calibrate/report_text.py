@@ -71,6 +71,7 @@ def _cell_rows(runs: Iterable[RunReport]) -> Rows:
         c = run.comparison
         bound = c.decode_bound
         for cell in (*run.cells, c.makespan):
+            spread = f"{cell.spread:.1%}" if c.n_repeats > 1 else "-"
             shown = f"{bound.ratio:.3f} ({bound.lane})" if bound and cell is c.step else ""
             flags = [] if c.same_plan else ["other plan"]
             flags += ["other decisions"] if run.decisions_differ else []
@@ -78,7 +79,7 @@ def _cell_rows(runs: Iterable[RunReport]) -> Rows:
             flags += [f"extrapolated {name}" for name in run.extrapolated]
             rows.append(
                 (run.name, run.policy, cell.name, f"{cell.real_s * 1e3:.2f} ms",
-                 f"{cell.sim_s * 1e3:.2f} ms", f"{cell.error:+.1%}", f"{cell.spread:.1%}",
+                 f"{cell.sim_s * 1e3:.2f} ms", f"{cell.error:+.1%}", spread,
                  str(c.n_repeats), shown, ", ".join(flags))
             )  # fmt: skip
     return rows

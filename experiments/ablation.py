@@ -33,9 +33,7 @@ PUBLISHED = {
 
 def losses(results: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Share of throughput lost by each variant: rows (hardware, prompt_len), a column a variant."""
-    table = style.ok(results).pivot_table(
-        index=["hardware", "prompt_len"], columns="policy", values=metric, sort=False
-    )
+    table = style.pivot(style.ok(results), ("hardware", "prompt_len"), "policy", metric)
     if FULL not in table:
         raise ValueError(f"results: no run of policy {FULL} to compare with")
     found = [name for name in WITHOUT if name in table]
@@ -53,9 +51,7 @@ def throughput(results: pd.DataFrame, folder: Path, path: Path) -> None:  # noqa
             rows = results[results["hardware"] == machine]
             for row, (metric, words) in enumerate(METRICS.items()):
                 axes = out.axes[row][column]
-                table = style.ok(rows).pivot_table(
-                    index="prompt_len", columns="policy", values=metric
-                )
+                table = style.pivot(style.ok(rows), ("prompt_len",), "policy", metric).sort_index()
                 _grouped(axes, table, variants)
                 axes.set_ylabel(words if column == 0 else "")
             out.axes[0][column].set_title(style.machine_title(machine, rows))

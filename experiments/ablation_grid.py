@@ -18,9 +18,8 @@ from experiments.throughput import METRICS
 
 def losses(results: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Share of throughput lost: rows (model, hardware, prompt_len), a column a variant."""
-    table = style.ok(results).pivot_table(
-        index=["model", "hardware", "prompt_len"], columns="policy", values=metric, sort=False
-    )
+    keys = ("model", "hardware", "prompt_len")
+    table = style.pivot(style.ok(results), keys, "policy", metric)
     if FULL not in table:
         raise ValueError(f"results: no run of policy {FULL} to compare with")
     return 1.0 - table[[name for name in WITHOUT if name in table]].div(table[FULL], axis=0)

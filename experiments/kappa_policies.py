@@ -62,7 +62,7 @@ def _bars(
     found = [name for name in colours if name in present]
     with style.panels(path, title, (1, len(panels)), (5.0, 3.0)) as out:
         for axes, (words, (rows, column)) in zip(out.axes[0], panels.items(), strict=True):
-            table = rows.pivot_table(index="workload", columns=by, values=column, sort=False)
+            table = style.pivot(rows, ("workload",), by, column)
             relative = table.div(table[base], axis=0)
             width = 0.8 / len(found)
             for i, name in enumerate(found):

@@ -29,9 +29,8 @@ _KEY = ["model", "hardware", "prompt_len"]
 
 def throughput(results: pd.DataFrame, folder: Path | None = None) -> pd.DataFrame:  # noqa: ARG001
     """Decode tokens/s: a row a cell, a column a policy; empty where a policy did not run."""
-    table = results.pivot_table(
-        index=_KEY, columns="policy", values="decode_tokens_per_s", sort=False, dropna=False
-    ).dropna(how="all")
+    table = style.pivot(results, _KEY, "policy", "decode_tokens_per_s", dropna=False)
+    table = table.dropna(how="all")
     table = table[[name for name in results["policy"].unique() if name in table]]
     table.columns = [str(name).replace("-", "_") for name in table.columns]
     return _plain(table)
@@ -42,9 +41,7 @@ def mixes(results: pd.DataFrame, folder: Path) -> pd.DataFrame:  # noqa: ARG001
 
     ``ValueError`` if there is no run of ``mixed`` or of ``tightllm``.
     """
-    table = results.pivot_table(
-        index=_KEY, columns="policy", values="decode_tokens_per_s", sort=False
-    )
+    table = style.pivot(results, _KEY, "policy", "decode_tokens_per_s")
     for name in (FULL, OTHER):
         if name not in table:
             raise ValueError(f"results: no run of policy {name} to compare with")
@@ -112,7 +109,7 @@ def _unmerged(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _throughputs(axes: Axes, rows: pd.DataFrame, policies: list[str]) -> None:
-    table = rows.pivot_table(index="prompt_len", columns="policy", values="decode_tokens_per_s")
+    table = style.pivot(rows, ("prompt_len",), "policy", "decode_tokens_per_s")
     table = table.reindex(columns=policies).sort_index()
     over = table.div(table[OTHER], axis=0) if OTHER in table else table
     width = 0.86 / len(policies)

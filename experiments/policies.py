@@ -26,13 +26,8 @@ def speedups(results: pd.DataFrame, metric: str) -> pd.DataFrame:
     Rows (hardware, model, prompt_len), a column a policy.
     """
     kept = results[results["status"].isin(["ok", "oom"])]
-    table = kept.pivot_table(
-        index=["hardware", "model", "prompt_len"],
-        columns="policy",
-        values=metric,
-        sort=False,
-        dropna=False,
-    ).dropna(how="all")
+    keys = ("hardware", "model", "prompt_len")
+    table = style.pivot(kept, keys, "policy", metric, dropna=False).dropna(how="all")
     if FULL not in table:
         raise ValueError(f"results: no run of policy {FULL} to compare with")
     baselines = [name for name in results["policy"].unique() if name != FULL and name in table]

@@ -20,6 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from experiments.load import CHOICES, OVERRIDE, SIZES
+
 DPI = 150
 POLICY_COLOURS = {
     "accelerate": "#D55E00",
@@ -41,6 +43,7 @@ POLICY_COLOURS = {
     "cake": "#202098",
     "mixed": "#A80038",
 }
+_SETTINGS = (*CHOICES, *SIZES, "admission", "prefix", "routing")
 _OTHER = ("#000000", "#6A3D9A", "#B15928", "#1B9E77", "#A6761D")
 BOTTLENECKS = {  # category of the critical path: (marker, words)
     "h2d_weights": ("o", "weights over H2D"),
@@ -135,6 +138,26 @@ def tokens(n: float) -> str:
 def ok(results: pd.DataFrame) -> pd.DataFrame:
     """Rows with a measurement."""
     return results[results["status"] == "ok"]
+
+
+def pivot(
+    rows: pd.DataFrame, index: Sequence[str], columns: str, values: str, *, dropna: bool = True
+) -> pd.DataFrame:
+    """A row a combination of ``index``, in order of appearance, a column a value of ``columns``.
+
+    A cell is one run: ``ValueError`` naming what else varies where there are several.
+    """
+    keys = [*index, columns]
+    for cell, runs in rows.groupby(keys, sort=False):
+        if len(runs) > 1:
+            told = [n for n in runs if n in _SETTINGS or str(n).startswith(OVERRIDE)]
+            other = [str(n) for n in told if n not in keys and runs[n].nunique() > 1]
+            where = ", ".join(f"{name} {value}" for name, value in zip(keys, cell, strict=True))
+            what = f"they differ in {', '.join(other)}" if other else "they are alike"
+            raise ValueError(f"results: {len(runs)} runs of {where}; {what}, keep one of each")
+    return rows.pivot_table(
+        index=list(index), columns=columns, values=values, sort=False, dropna=dropna
+    )
 
 
 def machine_title(name: str, rows: pd.DataFrame) -> str:

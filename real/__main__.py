@@ -3,19 +3,20 @@
     python -m real run requests/ --out traces/ [--device cuda] [--gpu-mem-cap 40GiB] [--repeat 3]
     python -m real generate --model DIR --prompts prompts.jsonl --out answers.jsonl
 
-Exit code 0: every request ran or did not fit (its ``result.json`` says so); 2: bad input.
+Exit code 0: every request ran or did not fit (its ``result.json`` says so); 2: bad input; 130:
+interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from policies.errors import OutOfMemory, os_error_text
 from policies.run_request import RunRequest, policy_class, read_request
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
-from policies.spec.hardware_file import find_profile
+from policies.spec.hardware_file import SHIPPED, find_profile
 from real.backend import Arenas, available_bytes
 from real.files import write_result
 from real.generate import (
@@ -54,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = os_error_text(error) if isinstance(error, OSError) else str(error)
         console.print(f"error: {reason}", style="red", markup=False, soft_wrap=True)
         return 2
+    except KeyboardInterrupt:
+        console.print("error: interrupted", style="red")
+        return 130
     return code
 
 
@@ -215,7 +219,7 @@ def _machine(name: str, options: Options) -> HardwareProfile:
 
 def _policy(name: str) -> Policy:
     """A policy by the name of its file in ``conf/policy``."""
-    folder = Path(str(resources.files("conf"))) / "policy"
+    folder = SHIPPED / "policy"
     path = folder / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
@@ -245,6 +249,10 @@ def _bytes(text: str) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
+    if arguments.threads is not None and arguments.threads < 1:
+        raise ValueError(f"threads: {arguments.threads} must be >= 1")
+    if arguments.threads is not None or arguments.device == "cpu":
+        torch.set_num_threads(arguments.threads or max(1, (os.cpu_count() or 1) - 1))
     return Options(
         device=torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu"),
         disk_dir=arguments.disk_dir,
@@ -261,6 +269,8 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--gpu-mem-cap", type=_bytes, metavar="BYTES|40GiB")
     temporary = Path(tempfile.gettempdir())
     shared.add_argument("--disk-dir", type=Path, default=temporary, help="folder of the disk tier")
+    text = "CPU threads of torch (default: its own; all but one core if the CPU plays the device)"
+    shared.add_argument("--threads", type=int, help=text)
     shared.add_argument("--poison", action="store_true", help="fill what must not be read with NaN")
     shared.add_argument("--delays", type=int, metavar="SEED", help="delay ops at random")
 

@@ -38,7 +38,7 @@ from sim.pack import Job
 from sim.report import break_even_lines, run_table
 from sim.run import RunSpec, simulate
 from sim.settings import build, explain
-from sim.sweep import USER_ERRORS, run_job
+from sim.sweep import USER_ERRORS, read_resume, run_job
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -103,6 +103,8 @@ def run_alone(config: Mapping[str, object], overrides: list[str], folder: Path) 
     for key in ("grid", "advise"):
         if config.get(key) is not None:
             raise ValueError(f"{key}: needs a sweep, add -m")
+    if read_resume(config).active:
+        raise ValueError("sweep.resume: needs a sweep, add -m")
     mode = mode_of(config)
     if mode != OFFLINE:
         modes.run_alone(mode, config, overrides, folder)
@@ -166,7 +168,13 @@ def main() -> int:
         settings = HydraConfig.get()
         overrides, folder = list(settings.overrides.task), Path(settings.runtime.output_dir)
         if settings.mode is RunMode.MULTIRUN:
-            run_job(composed, overrides, folder, int(settings.job.num))
+            try:
+                run_job(composed, overrides, folder, int(settings.job.num))
+            except KeyboardInterrupt:
+                whole = settings.sweep.dir
+                raise KeyboardInterrupt(
+                    f"sweep.resume={whole} added runs what is missing"
+                ) from None
             return
         config = cast(dict[str, object], OmegaConf.to_container(composed, resolve=True))
         try:
@@ -186,10 +194,10 @@ def main() -> int:
             raise
         _complain("error", str(error))
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if wants_trace:
             raise
-        _complain("error", "interrupted")
+        _complain("error", "; ".join(["interrupted", *map(str, error.args)]))
         return 130
     except Exception as error:
         message = explain(error)

@@ -55,7 +55,8 @@ class Guard(Callback):
             plain = OmegaConf.to_container(config.get("sweep") or OmegaConf.create(), resolve=True)
             resume = read_resume({"sweep": plain})
             if resume.active and not folder.is_dir():
-                raise ValueError(f"sweep.resume: {folder} does not exist")
+                what = "is not a folder" if folder.exists() else "does not exist"
+                raise ValueError(f"sweep.resume: {folder} {what}")
             self.lock = FolderLock(folder)
             open_sweep(folder, _manifest(config), resume.active)
         except (ValueError, OSError) as error:
@@ -91,9 +92,11 @@ def _manifest(config: DictConfig) -> dict[str, object]:
 def _check_grid_is_not_swept(overrides: Sequence[str]) -> None:
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.get_key_element().lstrip("+")
-        if key.partition(".")[0] == "grid" and override.is_sweep_override():
-            plain = str(override.input_line).replace("grid.", "", 1)
-            raise ValueError(f"{override.input_line}: cannot vary the grid itself, write {plain}")
+        root, _, name = key.partition(".")
+        if root == "grid" and override.is_sweep_override():
+            _, _, values = str(override.input_line).partition("=")
+            hint = f"write {name}={values}" if name else "name the keys that it is to vary"
+            raise ValueError(f"{override.input_line}: cannot vary the grid itself, {hint}")
 
 
 def count_jobs(overrides: Sequence[str]) -> int:

@@ -34,6 +34,8 @@ def hardware_from_mapping(data: Mapping[str, object]) -> HardwareProfile:
     naming ``hardware.<field>``, the value and what is allowed.
     """
     root = "hardware"
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{root}: {data!r} must be a mapping of fields to numbers")
     required = tuple(f.name for f in fields(HardwareProfile) if f.name not in OPTIONAL)
     check_keys(root, data, required, OPTIONAL)
 

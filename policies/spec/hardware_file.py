@@ -7,15 +7,16 @@ the simulator refuses it, and a text that ends in ``.yaml`` or ``.yml`` is a pat
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
+
+SHIPPED = Path(__file__).resolve().parents[2] / "conf"  # by its path: a ./conf hides the package
 
 
 def find_profile(name: str) -> Path:
     """File of a profile; ``ValueError`` where there is none, or two that differ."""
     if name.endswith((".yaml", ".yml")):
         return Path(name)
-    folders = (Path("conf") / "hardware", Path(str(resources.files("conf"))) / "hardware")
+    folders = (Path("conf") / "hardware", SHIPPED / "hardware")
     found = [file for folder in folders if (file := folder / f"{name}.yaml").is_file()]
     if not found:
         known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})

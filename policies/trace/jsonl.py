@@ -53,10 +53,10 @@ def write_jsonl(
 def read_jsonl(path: Path) -> Trace:
     """The trace in a file; ``ValueError`` naming file and line of what cannot be read."""
     spans = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                spans.append(parse_span(line))
-            except ValueError as error:
+                spans.append(parse_span(line.decode("utf-8")))
+            except ValueError as error:  # a UnicodeDecodeError is one
                 raise ValueError(f"{path}:{number}: {error}") from error
     return Trace(tuple(spans))

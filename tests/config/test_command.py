@@ -105,6 +105,12 @@ def test_a_run_folder_that_is_a_file_is_one_line_unless_the_trace_is_wanted(tmp_
     assert "Traceback" in done.stderr
 
 
+def test_only_a_sweep_is_resumed(tmp_path):
+    done = sim(tmp_path, *SMALL, "sweep.resume=out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: sweep.resume: needs a sweep, add -m\n"
+
+
 def test_the_export_folder_is_made_before_the_run(tmp_path):
     (tmp_path / "requests").write_text("")
     done = sim(tmp_path, *SMALL, "export.dir=requests", "hydra.run.dir=out")

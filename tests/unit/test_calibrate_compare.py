@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -195,6 +196,14 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     report = make_report(tmp_path, SMALL, ZERO, ZERO)
     assert not report.passed
     assert report.unusable[0].reason == "result.json says oom: gpu"
+    write_run(tmp_path / "cut", request())
+    (tmp_path / "cut" / TRACE).write_bytes(b"")
+    left_out = {u.folder.name: u.reason for u in make_report(tmp_path, SMALL, ZERO, ZERO).unusable}
+    assert left_out["cut"] == "trace.jsonl is empty"
+    (tmp_path / "cut" / TRACE).write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match=r"cut/trace\.jsonl:1: 'utf-8' codec"):
+        make_report(tmp_path, SMALL, ZERO, ZERO)
+    shutil.rmtree(tmp_path / "cut")
     (tmp_path / "run" / RESULT).write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"result\.json"):
         make_report(tmp_path, SMALL, ZERO, ZERO)

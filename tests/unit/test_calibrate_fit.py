@@ -325,6 +325,7 @@ def test_shipped_and_unknown_profiles(tmp_path, monkeypatch) -> None:  # type: i
     with pytest.raises(ValueError, match=r"h200\.yaml: has the name of a shipped file"):
         find_profile("h200")
     bad = tmp_path / "bad.yaml"
-    bad.write_text("name: [", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"bad\.yaml"):
-        read_profile(bad)
+    for text in ("name: [", "", "3"):
+        bad.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"bad\.yaml"):
+            read_profile(bad)

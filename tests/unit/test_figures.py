@@ -5,6 +5,7 @@ import warnings
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.lines import Line2D
 
@@ -37,6 +38,16 @@ FRAMES = {
 
 
 class TestFigures:
+    def test_several_runs_of_a_cell_are_not_averaged(self):
+        once = frame(policy=["tightllm", "mixed"], prompt_len=[512, 1024])
+        twice = pd.concat([once.assign(batch_size=4), once.assign(batch_size=16)])
+        assert len(mixed.throughput(once)) == 2
+        message = "2 runs of .*prompt_len 512, policy tightllm; they differ in batch_size, keep one"
+        with pytest.raises(ValueError, match=message):
+            mixed.throughput(twice)
+        with pytest.raises(ValueError, match="they are alike"):
+            ablation.losses(pd.concat([once, once]), "decode_tokens_per_s")
+
     @pytest.mark.parametrize("name", FRAMES)
     def test_draws_a_sweep_with_a_gap_without_warnings(self, name, tmp_path):
         results = FRAMES[name].copy()  # without gaps they are drawn in test_runs_when_shrunk

@@ -217,6 +217,7 @@ def test_an_end_token_cuts_the_text(checkpoint: Path, tmp_path: Path) -> None:
         ),
         ('{"ids": [1]}', ("--hardware", "no.yaml"), "error: no.yaml: No such file or directory"),
         ('{"ids": [1]}', ("--max-new", "0"), "max-new: 0 must be >= 1"),
+        ('{"ids": [1]}', ("--threads", "0"), "threads: 0 must be >= 1"),
         ('{"ids": [1]}', ("--max-new", "99"), "exceeds model.max_positions 64"),
         ('{"ids": [1]}', ("--dtype", "int4"), "dtype: 'int4' is none of"),
         ('{"ids": [1]}', ("--model", "nowhere"), "nowhere/config.json: cannot be read"),

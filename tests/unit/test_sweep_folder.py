@@ -185,7 +185,7 @@ class TestGuard:
         varied = config(tmp_path / "sweep")
         varied.hydra.overrides.task.append(word)
         with pytest.raises(
-            SweepRefused, match=r"cannot vary the grid itself, write \+?seed="
+            SweepRefused, match="cannot vary the grid itself, write seed="
         ) as caught:
             Guard().on_multirun_start(varied)
         assert str(caught.value).startswith(word)
