@@ -132,7 +132,8 @@ def _throughputs(axes: Axes, rows: pd.DataFrame, policies: list[str]) -> None:
 def _shares_of_policies(
     axes: Axes, rows: pd.DataFrame, policies: list[str], lengths: list[float]
 ) -> None:
-    shares = _shares(style.ok(rows).set_index(["policy", "prompt_len"]))
+    keys = ["policy", "prompt_len"]
+    shares = _shares(style.single(style.ok(rows), keys).set_index(keys))
     width = 0.84 / len(lengths)
     for at, policy in enumerate(policies):
         for i, length in enumerate(lengths):

@@ -140,22 +140,26 @@ def ok(results: pd.DataFrame) -> pd.DataFrame:
     return results[results["status"] == "ok"]
 
 
-def pivot(
-    rows: pd.DataFrame, index: Sequence[str], columns: str, values: str, *, dropna: bool = True
-) -> pd.DataFrame:
-    """A row a combination of ``index``, in order of appearance, a column a value of ``columns``.
-
-    A cell is one run: ``ValueError`` naming what else varies where there are several.
-    """
-    keys = [*index, columns]
-    for cell, runs in rows.groupby(keys, sort=False):
+def single(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """``rows``, if no two have the same ``keys``; else ``ValueError`` naming what else varies."""
+    for cell, runs in rows.groupby(list(keys), sort=False):
         if len(runs) > 1:
             told = [n for n in runs if n in _SETTINGS or str(n).startswith(OVERRIDE)]
             other = [str(n) for n in told if n not in keys and runs[n].nunique() > 1]
             where = ", ".join(f"{name} {value}" for name, value in zip(keys, cell, strict=True))
             what = f"they differ in {', '.join(other)}" if other else "they are alike"
             raise ValueError(f"results: {len(runs)} runs of {where}; {what}, keep one of each")
-    return rows.pivot_table(
+    return rows
+
+
+def pivot(
+    rows: pd.DataFrame, index: Sequence[str], columns: str, values: str, *, dropna: bool = True
+) -> pd.DataFrame:
+    """A row a combination of ``index``, in order of appearance, a column a value of ``columns``.
+
+    A cell is one run; ``ValueError`` where there are several.
+    """
+    return single(rows, (*index, columns)).pivot_table(
         index=list(index), columns=columns, values=values, sort=False, dropna=dropna
     )
 

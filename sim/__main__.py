@@ -173,7 +173,7 @@ def main() -> int:
             except KeyboardInterrupt:
                 whole = settings.sweep.dir
                 raise KeyboardInterrupt(
-                    f"sweep.resume={whole} added runs what is missing"
+                    f"add sweep.resume={whole} to run what is missing"
                 ) from None
             return
         config = cast(dict[str, object], OmegaConf.to_container(composed, resolve=True))

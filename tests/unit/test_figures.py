@@ -38,13 +38,15 @@ FRAMES = {
 
 
 class TestFigures:
-    def test_several_runs_of_a_cell_are_not_averaged(self):
+    def test_several_runs_of_a_cell_are_not_averaged(self, tmp_path):
         once = frame(policy=["tightllm", "mixed"], prompt_len=[512, 1024])
         twice = pd.concat([once.assign(batch_size=4), once.assign(batch_size=16)])
         assert len(mixed.throughput(once)) == 2
         message = "2 runs of .*prompt_len 512, policy tightllm; they differ in batch_size, keep one"
         with pytest.raises(ValueError, match=message):
             mixed.throughput(twice)
+        with pytest.raises(ValueError, match=r"2 runs of policy tightllm, .*differ in batch_size"):
+            mixed.sources(twice, tmp_path, tmp_path / "never.png")
         with pytest.raises(ValueError, match="they are alike"):
             ablation.losses(pd.concat([once, once]), "decode_tokens_per_s")
 
