@@ -60,4 +60,4 @@ def test_losses_of_a_grid_are_by_model_machine_and_length(sweep):
     found = ablation_grid.losses(results, "decode_tokens_per_s")
     assert found.loc[("opt-13b", "a800", 16), "tightllm-no-loader"] == pytest.approx(0.25)
     with pytest.raises(ValueError, match="no run of policy tightllm"):
-        ablation_grid.losses(results.assign(policy="flexgen"), "decode_tokens_per_s")
+        ablation_grid.losses(results[:1].assign(policy="flexgen"), "decode_tokens_per_s")
