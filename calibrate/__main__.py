@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from policies.errors import os_error_text
+from policies.errors import error_text
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args, console)
     except (ValueError, OSError) as error:
-        reason = os_error_text(error) if isinstance(error, OSError) else str(error)
-        complaint = f"calibrate {args.command}: {reason}"
+        complaint = f"calibrate {args.command}: {error_text(error)}"
         Console(stderr=True).print(complaint, style="red", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
@@ -109,6 +108,8 @@ def _bench(args: argparse.Namespace, disk_dir: Path | None):  # type: ignore[no-
     quick = args.device == "cpu"
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"threads: {args.threads} must be >= 1")
+    if disk_dir is not None and not disk_dir.is_dir():
+        raise ValueError(f"disk-dir: {disk_dir} is not a folder")
     return Bench(
         device=args.device,
         disk_dir=disk_dir,
@@ -132,10 +133,7 @@ def _measure(args: argparse.Namespace, console: Console) -> int:
     from calibrate.measure import measure
 
     plan = make_plan(_preset(args), [w for w in args.only.split(",") if w], args.seed)
-    disk_dir = args.disk_dir or args.out.resolve().parent
-    if not disk_dir.is_dir():
-        raise ValueError(f"disk-dir: {disk_dir} is not a folder")
-    bench = _bench(args, disk_dir)
+    bench = _bench(args, args.disk_dir or args.out.resolve().parent)
     columns = (TextColumn("{task.description:<44.44}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("measure")

@@ -22,6 +22,7 @@ from policies.drive import Decision, Policy, StepContext, wants_feedback
 from policies.plan.op import Lane, Op, Tier
 from policies.run_request import RunRequest, read_request
 from policies.spec.hardware import HardwareProfile
+from policies.text_file import read_text
 from policies.trace.decisions import StepDecision, read_decisions, step_decisions
 from policies.trace.jsonl import read_jsonl
 from policies.trace.span import Trace, parse_key
@@ -218,7 +219,7 @@ def _result(path: Path) -> Mapping[str, object]:
     if not path.exists():
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: is not valid JSON ({error})") from error
     if not isinstance(data, dict):

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
@@ -27,6 +26,7 @@ from rich.table import Table
 from policies.cost.model import CostModel
 from policies.drive import Decision, Policy, StepContext, drive
 from policies.plan.op import Kind, Op
+from policies.spec.hardware_file import SHIPPED
 from policies.spec.workload import Block
 from sim.engine import SimBackend
 from sim.executors import BlockTimes, KeptSteps, fast_blocks, simpy_blocks
@@ -36,7 +36,6 @@ from sim.program import Programs
 from sim.run import RunSpec
 from sim.settings import build
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
 POLICIES = (
     "accelerate",
     "accelerate-big",
@@ -91,7 +90,7 @@ class Replay:
 
 def composed(overrides: Sequence[str]) -> dict[str, Any]:
     """The configuration that the command line describes."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(SHIPPED), version_base="1.3"):
         config: Any = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
     return dict(config)
 

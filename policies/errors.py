@@ -5,8 +5,10 @@ row says. Bad input is a plain ``ValueError`` naming field, value and allowed ra
 """
 
 
-def os_error_text(error: OSError) -> str:
-    """``FILE: what is wrong``, where the error knows its file."""
+def error_text(error: Exception) -> str:
+    """The error in one line; one of the system is ``FILE: what is wrong`` if it knows a file."""
+    if not isinstance(error, OSError):
+        return str(error)
     if error.filename is None:
         return error.strerror or str(error) or type(error).__name__
     if isinstance(error, FileExistsError):

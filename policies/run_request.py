@@ -22,6 +22,7 @@ from policies.spec.hardware import HardwareProfile, Link
 from policies.spec.hardware_build import check_keys, hardware_from_mapping
 from policies.spec.model import ModelSpec
 from policies.spec.workload import Batch, Block
+from policies.text_file import read_text
 from policies.typed import checked
 
 SCHEMA = 1
@@ -169,12 +170,7 @@ _SCALARS: Mapping[str, type] = {
 
 def read_request(path: Path) -> RunRequest:
     """The request in a file; ``ValueError`` naming the file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
+    text = read_text(path)
     try:
         return RunRequest.from_json(text)
     except ValueError as error:

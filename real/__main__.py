@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from policies.drive import Policy
-from policies.errors import OutOfMemory, os_error_text
+from policies.errors import OutOfMemory, error_text
 from policies.run_request import RunRequest, policy_class, read_request
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.command(arguments, console)
     except (ValueError, OSError, OutOfMemory) as error:
-        reason = os_error_text(error) if isinstance(error, OSError) else str(error)
-        console.print(f"error: {reason}", style="red", markup=False, soft_wrap=True)
+        console.print(f"error: {error_text(error)}", style="red", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         console.print("error: interrupted", style="red")

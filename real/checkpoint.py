@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from policies.spec.model import ModelSpec
+from policies.text_file import read_text
 from real.layout import Shape
 
 CHUNK_BYTES = 32 * 2**20
@@ -184,10 +185,9 @@ def _header(path: Path) -> dict[str, _Entry]:
 
 def read_config(folder: Path) -> Mapping[str, object]:
     """The parsed ``config.json`` of a checkpoint folder."""
+    text = read_text(folder / "config.json")
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{folder}/config.json: cannot be read ({error.strerror})") from error
+        config = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{folder}/config.json: is not valid JSON ({error})") from error
     if not isinstance(config, dict):

@@ -17,6 +17,7 @@ from policies.run_request import BYTES_OF_DTYPE, RunRequest
 from policies.spec.model import ModelSpec
 from policies.spec.model_hf import load_hf_config
 from policies.spec.workload import Batch, Block
+from policies.text_file import read_text
 from policies.trace.span import Trace
 from real.architecture import DTYPES, numerics_from_hf
 from real.backend import Arenas, RealBackend, Setup
@@ -101,13 +102,7 @@ def generate(
 
 def read_prompts(path: Path) -> list[Mapping[str, object]]:
     """Lines of a prompts file, each ``{"prompt": text}`` or ``{"ids": [...]}``."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text ({error})") from error
-    prompts = list(_parsed(path, lines))
+    prompts = list(_parsed(path, read_text(path).splitlines()))
     if not prompts:
         raise ValueError(f"{path}: holds no prompt")
     return prompts

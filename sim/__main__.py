@@ -29,6 +29,7 @@ from policies.attended import attended_on_cpu
 from policies.cost.breakeven import BreakEven, break_even
 from policies.cost.model import CostModel
 from policies.errors import Infeasible
+from policies.spec.hardware_file import SHIPPED
 from sim import files, modes
 from sim.export import make_folder, read_export, write_request
 from sim.guard import SweepFailed, SweepRefused
@@ -40,8 +41,6 @@ from sim.run import RunSpec, simulate
 from sim.settings import build, explain
 from sim.sweep import USER_ERRORS, read_resume, run_job
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
-
 
 class WorkingFolder(SearchPathPlugin):
     """Adds ``./conf`` of the working folder, where a calibration puts its profiles."""
@@ -49,12 +48,12 @@ class WorkingFolder(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append ``./conf`` if it exists and is not the package's own."""
         own = Path.cwd() / "conf"
-        if not own.is_dir() or own.samefile(CONF):
+        if not own.is_dir() or own.samefile(SHIPPED):
             return
         for path in own.glob("*/*.yaml"):
             if path.is_dir():
                 raise ValueError(f"{path}: is a folder, must be a YAML file")
-            content, shipped = path.read_bytes(), CONF / path.relative_to(own)
+            content, shipped = path.read_bytes(), SHIPPED / path.relative_to(own)
             if shipped.is_file() and shipped.read_bytes() != content:
                 raise ValueError(f"{path}: has the name of a shipped file, give it another")
             _check_text(path, content)
@@ -186,7 +185,7 @@ def main() -> int:
             raise SystemExit(2) from error
 
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+        hydra.main(version_base="1.3", config_path=str(SHIPPED), config_name="config")(task)()
     except SweepFailed:
         return 1
     except SweepRefused as error:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from policies.errors import os_error_text
+from policies.errors import error_text
 from sim.columns import MAX_VALUE, check_extension, read_columns, write_atomically
 from sim.conversion import Conversion, CountTokens
 from sim.convert_arrivals import convert_azure, convert_mooncake
@@ -163,8 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(arguments, Console(soft_wrap=True))
     except (ValueError, OSError) as error:
-        reason = os_error_text(error) if isinstance(error, OSError) else str(error)
-        message = f"[red]error:[/red] {escape(reason)}"
+        message = f"[red]error:[/red] {escape(error_text(error))}"
         Console(stderr=True, soft_wrap=True).print(message, highlight=False)
         return 1
     return 0

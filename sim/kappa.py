@@ -17,8 +17,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 
+from policies.spec.hardware_file import SHIPPED
 from sim import modes
-from sim.__main__ import CONF, WorkingFolder
+from sim.__main__ import WorkingFolder
 from sim.mode_keys import KAPPA, OFFLINE
 from sim.settings import explain
 
@@ -38,7 +39,7 @@ def main() -> int:
         modes.run_alone(KAPPA, config, overrides, folder)
 
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+        hydra.main(version_base="1.3", config_path=str(SHIPPED), config_name="config")(task)()
     except Exception as error:
         message = explain(error)
         if message is None or wants_trace:

@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from policies.drive import Policy
-from policies.errors import os_error_text
+from policies.errors import error_text
 from policies.spec.hardware import HardwareProfile
 from policies.spec.hardware_build import hardware_from_mapping
 from policies.spec.model import ModelSpec
@@ -183,9 +183,7 @@ def explain(error: BaseException) -> str | None:
         return " ".join(" ".join(details).split())
     if isinstance(error, yaml.YAMLError):
         return " ".join(str(error).split())  # it names file, line and column
-    if isinstance(error, OSError):
-        return os_error_text(error)
-    return str(error) if isinstance(error, ValueError) else None
+    return error_text(error) if isinstance(error, OSError | ValueError) else None
 
 
 def _unknown_option(error: MissingConfigException) -> str:

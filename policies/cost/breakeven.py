@@ -200,9 +200,10 @@ def phase_cost(
 
     def move(kind: Kind, n_seqs: int = 0, stop: int = 0) -> float:
         scope = Scope.INPUT if kind in _INPUT_MOVES else Scope.LAYER
-        ops = ((n, Op(kind, block.index, step, i, scope=scope, n_seqs=n_seqs, stop=stop))
-               for i, n in kinds)  # fmt: skip
-        return sum(n * costs.seconds(op) for n, op in ops)
+        return sum(
+            n * costs.seconds(Op(kind, block.index, step, i, scope=scope, n_seqs=n_seqs, stop=stop))
+            for i, n in kinds
+        )
 
     weights_s, disk_s = move(Kind.LOAD_WEIGHT), move(Kind.READ_WEIGHT)
     kv_s = store_s = compute_s = cpu_s = 0.0

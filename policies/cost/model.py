@@ -7,6 +7,7 @@ its memory traffic, never a single utilisation number.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from policies.cost import flops as count
@@ -78,7 +79,8 @@ class CostModel:
             classes.setdefault((placement.weights[i], model.is_moe(i)), len(classes))
             for i in range(model.n_layers)
         ] + [-1]  # the LM head
-        self.layer_kinds = placement.layer_kinds(model)
+        alike = Counter(self._layer_class[:-1])
+        self.layer_kinds = {self._layer_class.index(kind): n for kind, n in alike.items()}
         kv_classes: dict[object, int] = {}
         self._kv_class = [kv_classes.setdefault(s, len(kv_classes)) for s in placement.kv]
         self._seconds: dict[tuple[object, ...], float] = {}

@@ -152,7 +152,7 @@ class Op:
 
     @property
     def key(self) -> str:
-        """Keyword that is stable between simulation and device, unique in a plan.
+        """Name that is stable between simulation and device, unique in a plan.
 
         ``forward/g0/s3/l17/b2/p0``: block 0, step 3, layer 17, batch 2, part 0. The part of a
         FORWARD is 0 for attention or a whole layer, 1 for the MLP, 2 for QKV and 3 for the output

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.spec.model import ModelSpec
+from policies.text_file import read_text
 
 
 class _Derived(Enum):
@@ -181,12 +182,9 @@ def load_hf_config(path: str) -> ModelSpec:
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
+    text = read_text(file)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: is not UTF-8 text ({error})") from error
+        config = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}: is not valid JSON ({error})") from error
     if not isinstance(config, dict):

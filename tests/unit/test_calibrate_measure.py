@@ -107,6 +107,7 @@ def test_order_is_shuffled_by_seed_and_coarse_points_come_first() -> None:
             "name: 'h200' is that of a shipped profile",
         ),
         (("measure", "--disk-dir", "none", "--out", "x.jsonl"), "disk-dir: none is not a folder"),
+        (("drift", "h200", "--disk-dir", "none"), "disk-dir: none is not a folder"),
         (("drift", "none.yaml", "--device", "cpu"), "calibrate drift: none.yaml: No such file"),
         (("drift", "none", "--device", "cpu"), "calibrate drift: profile: 'none' is no YAML file"),
     ],
